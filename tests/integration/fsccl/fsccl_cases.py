@@ -67,6 +67,23 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
+_another: list[Any] = []
+
+
+def make_another_group() -> None:
+    """Of all ranks, in which each has had a word with its neighbours."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(list(range(n)))
+    sent = dist.isend(torch.ones(1), (me + 1) % n, group=group)
+    dist.recv(torch.ones(1), (me - 1) % n, group=group)
+    sent.wait()
+    _another[:] = [group]
+
+
+def wait_in_another_group(source: int) -> None:
+    dist.recv(torch.ones(1), source, group=_another[0])
+
+
 def call(op: str, count: int = 1 << 18, repeat: int = 1) -> str:
     """An operation whose failure is what the test is about."""
     n, me = dist.get_world_size(), dist.get_rank()

@@ -49,6 +49,21 @@ def test_a_dead_rank_is_not_taken_for_the_late_one(ranks: Any, shape: str, op: s
     ranks.leave([0, 1])
 
 
+@pytest.mark.parametrize("shape", ["1,1,1", "2,1"])
+def test_a_death_that_one_group_has_seen_is_told_in_all(ranks: Any, shape: str) -> None:
+    """Rank 1 lives, and will never send in the other group what rank 0 waits for there."""
+    ranks.join(3, timeout=LIMIT, FSCCL_CLUSTERS=shape)
+    ranks.call(range(3), "meet_in_messages")
+    ranks.call(range(3), "make_another_group")
+    ranks[0].ask("wait_in_another_group", source=1)
+    ranks[1].ask("wait_for_all", op="all_reduce")
+    ranks.call([2], "nap", seconds=0.3)
+    end(ranks, 2)
+    for said in errors(ranks, [0, 1]):
+        assert re.fullmatch(r"rank 2 \[.*\] ended without leaving the group", said)
+    ranks.leave([0, 1])
+
+
 @pytest.mark.parametrize("leader", [True, False], ids=["leader", "follower"])
 def test_a_rank_that_ends_between_meeting_and_its_first_operation(ranks: Any, leader: bool) -> None:
     ranks.join(3, timeout=LIMIT)

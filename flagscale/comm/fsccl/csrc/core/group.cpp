@@ -35,6 +35,7 @@ Group::Group(std::unique_ptr<Store> store, GroupConfig config)
   }
   for (int r = 0; r < config_.size; ++r) names_.push_back(describe(r));
   publish();
+  enroll();
 }
 
 std::string Group::describe(int rank) const {
@@ -77,6 +78,7 @@ void Group::wait_at_rendezvous(int from, const Deadline& d, const std::function<
       absent_ = from;
       try {
         hear_failure();
+        if (met_ && transport_) transport_->throw_trouble();
       } catch (const Error&) {
         // What has come meanwhile lets this rank go on, and others may wait for it to tell.
         if (!come()) throw;

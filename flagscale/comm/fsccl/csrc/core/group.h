@@ -164,6 +164,9 @@ class Group {
   bool has_witness(int rank) const;
   Error seen_closer(const Error& why);
   Error conclude(const Error& why);
+  void enroll();
+  void tell_other_groups(const Error& why);
+  void hear_of_end(uint64_t process, const char* how);
   std::optional<Error> verdict() const;
   // Calls body(), and fails the group by what it throws.
   template <class F>

@@ -2,10 +2,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <set>
 #include <thread>
 
 #include "../datagram/tail.h"
 #include "group.h"
+#include "per_process.h"
 
 namespace fsccl {
 namespace {
@@ -13,9 +15,26 @@ namespace {
 constexpr const char* kFailedKey = "failed";
 constexpr const char* kLeft = " has left the group";
 
+// Of this process.
+struct Groups {
+  std::mutex mutex;
+  std::set<Group*> all;
+};
+
 }  // namespace
 
+void Group::enroll() {
+  auto& groups = per_process<Groups>();
+  const std::lock_guard<std::mutex> hold(groups.mutex);
+  groups.all.insert(this);
+}
+
 Group::~Group() {
+  {
+    auto& groups = per_process<Groups>();
+    const std::lock_guard<std::mutex> hold(groups.mutex);
+    groups.all.erase(this);
+  }
   shutdown();
   if (!forked()) return;
   // Of the parent: threads that are not here, locks that they may hold, memory that is in use.
@@ -76,8 +95,7 @@ Error Group::seen_closer(const Error& why) {
   const auto end = Deadline::after(Deadline::Ms(here ? 50 : 200));
   while (!end.passed() && (here || has_witness(why.rank))) {
     if (here && !who_[static_cast<size_t>(why.rank)].runs()) {
-      return Error(Fault::kPeerLost, why.rank,
-                   names_[static_cast<size_t>(why.rank)] + " ended without leaving the group");
+      return Error(Fault::kPeerLost, why.rank, names_[static_cast<size_t>(why.rank)] + kEnded);
     }
     if (const auto told = verdict()) return *told;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -88,10 +106,43 @@ Error Group::seen_closer(const Error& why) {
 // The group's one verdict: what the first of this cluster to fail has said, or has been told.
 Error Group::conclude(const Error& why) {
   const Error mine = seen_closer(why);
-  const std::lock_guard<std::mutex> hold(verdict_mutex_);
-  if (!verdict_) verdict_ = std::make_unique<Error>(open_ ? shm_->abort(mine) : mine);
-  failed_ = true;
+  {
+    const std::lock_guard<std::mutex> hold(verdict_mutex_);
+    if (verdict_) return *verdict_;
+    verdict_ = std::make_unique<Error>(open_ ? shm_->abort(mine) : mine);
+    failed_ = true;
+  }
+  tell_other_groups(*verdict_);
   return *verdict_;
+}
+
+// Whose process has ended in one group has in all: a rank may wait in another of them, for one that
+// lives and has come no further than this.
+void Group::tell_other_groups(const Error& why) {
+  static thread_local bool telling = false;
+  if (telling || why.rank < 0 || !met_) return;
+  const uint64_t process = who_[static_cast<size_t>(why.rank)].process;
+  if (process == me_.process) return;
+  for (const char* const how : {kEnded, kBroke}) {
+    if (std::string(why.what()).find(how) == std::string::npos) continue;
+    auto& groups = per_process<Groups>();
+    const std::lock_guard<std::mutex> hold(groups.mutex);
+    telling = true;
+    for (Group* const other : groups.all) other->hear_of_end(process, how);
+    telling = false;
+    return;
+  }
+}
+
+void Group::hear_of_end(uint64_t process, const char* how) {
+  if (!met_ || failed_ || left_) return;
+  for (const Identity& w : who_) {
+    if (w.process != process) continue;
+    const auto rank = static_cast<int>(&w - who_.data());
+    const Error why(Fault::kAborted, rank, names_[static_cast<size_t>(rank)] + how);
+    transport_->abort(conclude(why));
+    return;
+  }
 }
 
 std::optional<Error> Group::verdict() const {
@@ -159,8 +210,7 @@ void Group::look() const {
 // It may have ended between telling of itself and making the segment, or since.
 void Group::check_leader(int leader) const {
   if (!near(leader) || who_[static_cast<size_t>(leader)].runs()) return;
-  throw Error(Fault::kPeerLost, leader,
-              names_[static_cast<size_t>(leader)] + " ended without leaving the group");
+  throw Error(Fault::kPeerLost, leader, names_[static_cast<size_t>(leader)] + kEnded);
 }
 
 }  // namespace fsccl

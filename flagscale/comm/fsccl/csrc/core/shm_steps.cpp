@@ -205,7 +205,7 @@ const char* ShmSteps::gone(int peer) const {
   const bool lives = !joined ? config_.runs(member(peer))
                              : theirs.process.load(std::memory_order_relaxed) == config_.process ||
                                    segment_.rank_is_locked(peer);
-  return lives ? nullptr : " ended without leaving the group";
+  return lives ? nullptr : kEnded;
 }
 
 void ShmSteps::give_up(int at_fault) const {

@@ -47,7 +47,7 @@ Error TcpTransport::why_it_ended(const Connection& connection) const {
   if (connection.said_bye)
     return {Fault::kPeerLost, connection.peer(), who + " has left the group"};
   const int code = connection.error != 0 ? connection.error : pending_error(connection.fd());
-  std::string why = who + " ended or its connection broke";
+  std::string why = who + kBroke;
   if (!connection.cut_because.empty()) {
     why += ": " + connection.cut_because;
   } else if (code != 0) {

@@ -119,6 +119,10 @@ class Error : public std::runtime_error {
   int rank;
 };
 
+// After a rank's name: what has become of it.
+constexpr const char* kEnded = " ended without leaving the group";
+constexpr const char* kBroke = " ended or its connection broke";
+
 [[noreturn]] void fail_usage(const std::string& what);
 // Appends what errno says; where no descriptor is left, with the numbers.
 [[noreturn]] void fail_system(const std::string& what);
