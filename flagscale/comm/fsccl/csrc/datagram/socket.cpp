@@ -15,7 +15,7 @@
 namespace fsccl::datagram {
 namespace {
 
-constexpr int kBuffer = 8 << 20;  // asked for; the kernel gives at most its net.core.rmem_max
+constexpr int kBuffer = 8 << 20;  // bytes
 constexpr size_t kControl = CMSG_SPACE(sizeof(uint32_t)) + CMSG_SPACE(sizeof(int));
 constexpr size_t kSegment = CMSG_SPACE(sizeof(uint16_t));
 
@@ -42,6 +42,12 @@ socklen_t read_address(const std::string& host, const std::string& port, sockadd
 }
 
 sockaddr* plain(sockaddr_storage* a) { return reinterpret_cast<sockaddr*>(a); }
+
+// An administrator gets it; others at most net.core.rmem_max, or wmem_max.
+void ask_for_buffer(int fd, int forced, int plainly) {
+  if (setsockopt(fd, SOL_SOCKET, forced, &kBuffer, sizeof kBuffer) == 0) return;
+  setsockopt(fd, SOL_SOCKET, plainly, &kBuffer, sizeof kBuffer);
+}
 
 // Packets that are too long for the path are refused, and not divided by routers.
 void never_divide(int fd, int family) {
@@ -84,11 +90,11 @@ Socket::Socket(const std::string& beside)
     fail_system("cannot make a datagram socket at " + host);
   }
   const int on = 1;
-  int buffer = kBuffer;
+  int buffer = 0;
   setsockopt(fd_.get(), SOL_SOCKET, SO_RXQ_OVFL, &on, sizeof on);
   setsockopt(fd_.get(), SOL_UDP, UDP_GRO, &on, sizeof on);
-  setsockopt(fd_.get(), SOL_SOCKET, SO_RCVBUF, &buffer, sizeof buffer);
-  setsockopt(fd_.get(), SOL_SOCKET, SO_SNDBUF, &buffer, sizeof buffer);
+  ask_for_buffer(fd_.get(), SO_RCVBUFFORCE, SO_RCVBUF);
+  ask_for_buffer(fd_.get(), SO_SNDBUFFORCE, SO_SNDBUF);
   socklen_t size = sizeof buffer;
   getsockopt(fd_.get(), SOL_SOCKET, SO_RCVBUF, &buffer, &size);
   receive_buffer_ = static_cast<size_t>(buffer);
