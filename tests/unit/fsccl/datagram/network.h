@@ -54,8 +54,10 @@ class World {
       wake_.push_back(Time(0));
     }
     out_free_ = in_free_ = wake_;
+    overruns.resize(static_cast<size_t>(ranks));
   }
 
+  std::vector<uint32_t> overruns;  // as each rank's host tells
   int ranks() const { return static_cast<int>(sessions_.size()); }
   Session& operator[](int rank) { return *sessions_[static_cast<size_t>(rank)]; }
   Time now() const { return now_; }
@@ -89,6 +91,7 @@ class World {
     void send(int to, size_t bytes) override {
       world.sent(rank, to, Bytes(made.data(), made.data() + bytes));
     }
+    uint32_t overruns() const override { return world.overruns[static_cast<size_t>(rank)]; }
     void tell(int to, const Notice& notice) override {
       if (world.weather_.dead(rank)) return;
       world.at(ms(2), [this, to, notice] {

@@ -89,7 +89,8 @@ void feedback() {
 }
 
 // An operation on a path that carries so much, where some is lost, or excluded.
-void operate(Pace* pace, double carries, double lost = 0, double excluded = 0) {
+void operate(Pace* pace, double carries, double lost = 0, double excluded = 0,
+             uint64_t overruns = 0) {
   constexpr size_t kBytes = 4 << 20;
   Outcome outcome;
   outcome.excluded = Bits(1000);
@@ -100,6 +101,7 @@ void operate(Pace* pace, double carries, double lost = 0, double excluded = 0) {
   const double rate = std::min(pace->rate(), carries) * (1 - lost);
   report.elapsed_us = static_cast<uint32_t>(1e6 * (1.5 * kBytes / rate + 1e-3));
   outcome.reports.assign(4, report);
+  outcome.reports[2].overruns = overruns;
   pace->ended(kBytes, outcome);
 }
 
@@ -134,6 +136,17 @@ void pace() {
     for (int i = 0; i < 40; ++i) operate(&p, kCarries, 0.5);
     expect(p.rate() < 0.5 * kCarries, "where half of all is lost it gives way");
   }
+  // A host that takes less than the path brings, and loses little by it.
+  Pace slow = learned(2 * kCarries, 1);
+  double all = 0;
+  for (int i = 0; i < 600; ++i) {
+    const bool much = slow.rate() > kCarries;
+    operate(&slow, 2 * kCarries, much ? 0.03 : 0, 0, much ? 5 : 0);
+    if (i >= 300) all += slow.rate() / kCarries / 300;
+  }
+  expect(all > 0.8 && all < 1.15, "a host without room: " + std::to_string(all));
+  for (int i = 0; i < 300; ++i) operate(&slow, 2 * kCarries);
+  near(slow, 2 * kCarries, "it has room again");
   // Time for what would be excluded, and no more than is needed.
   Pace p = learned(kCarries, 1);
   Job before, more, less;

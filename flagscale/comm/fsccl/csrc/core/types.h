@@ -17,7 +17,7 @@
 namespace fsccl {
 
 // Ranks that speak another version refuse each other when the group connects.
-constexpr uint32_t kProtocolVersion = 9;
+constexpr uint32_t kProtocolVersion = 10;
 constexpr size_t kCacheLine = 64;
 
 enum class DType : uint8_t {

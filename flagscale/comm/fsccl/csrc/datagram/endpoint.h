@@ -61,6 +61,7 @@ class Endpoint final : private Network {
   static Time now() { return Clock::now().time_since_epoch(); }
   std::byte* place(size_t most) override { return socket_->place(most); }
   void send(int to, size_t bytes) override;
+  uint32_t overruns() const override { return socket_->kernel_drops(); }
   void tell(int to, const Notice& notice) override;
   void tell_record(int to, const std::vector<std::byte>& record) override;
   void work();

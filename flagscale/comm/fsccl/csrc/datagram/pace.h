@@ -5,7 +5,8 @@
 // The first operations of a size go the exact way. Their times say what the path carries; from then
 // on the rate is a little above the most that one of the last operations has brought, as BBR has it
 // (Cardwell and others, 2016): what others take now and then costs a repair, and does not slow down
-// what follows. Only where a large part is lost the rate falls, for a while.
+// what follows. Only where a large part is lost the rate falls, for a while; and a little where a
+// host has no room for what comes, because its processor is behind.
 //
 // How long an operation may take is learned by what it costs: each makes it a little shorter, and one
 // of which something is excluded longer, by so much that both are even at half a percent on average.
@@ -36,6 +37,7 @@ class Pace {
   static constexpr size_t kMemory = 64;  // operations
   static constexpr double kAbove = 1.05, kStep = 1.2;
   static constexpr size_t kProbe = 8;  // operations
+  static constexpr double kSlower = 0.95, kFaster = 1.01, kLeastRoom = 0.1;
   // Of an operation's seconds: what is no sending, about; and what it takes to tell a rate by it.
   static constexpr double kReach = 2e-3, kShortest = 3e-3;
   static constexpr int kFirstBan = 2, kLongestBan = 1024;
@@ -74,7 +76,9 @@ class Pace {
     const double longer = kShorter * (outcome.excluded_share() / kExcluded - 1);
     end_ = std::clamp(end_ * std::min(1 + longer, 1.5), kLeastEnd, kMostEnd);
     const double lost = outcome.lost_share();
-    if (!asking_) runs_.ended(lost);  // or it may be the rate's
+    const bool overrun = outcome.overruns() > 0;
+    room_ = std::clamp(room_ * (overrun ? kSlower : kFaster), kLeastRoom, 1.0);
+    if (!asking_ && !overrun) runs_.ended(lost);  // or it may be the rate's
     if (fixed_ > 0 || due < kShortest) return;
     double slowest = 0;
     for (const Report& r : outcome.reports) slowest = std::max(slowest, r.elapsed_us * 1e-6);
@@ -83,11 +87,11 @@ class Pace {
     calm_ = std::clamp(calm_ * (lost > 0.25 ? 0.8 : lost < 0.1 ? 1.1 : 1), 0.25, 1.0);
     // It begins low: an operation that nothing but the rate held up says that there is more, until
     // one says that there is not. Then it is asked now and then.
-    const bool held = lost < 0.01 && brought > 0.85 * rate_;
-    if (lost < 0.01 && brought < 0.7 * rate_) searching_ = false;
+    const bool held = !overrun && lost < 0.01 && brought > 0.85 * rate_;
+    if (overrun || (lost < 0.01 && brought < 0.7 * rate_)) searching_ = false;
     const double most = *std::max_element(brought_.begin(), brought_.end());
     asking_ = held && (searching_ || turn_ % kProbe == 0);
-    rate_ = asking_ ? kStep * rate_ : kAbove * most * calm_;
+    rate_ = asking_ ? kStep * rate_ : kAbove * most * calm_ * room_;
   }
   // What all ranks know of the last operation: whether it had to be repeated.
   void repeated(bool it_was) {
@@ -110,7 +114,8 @@ class Pace {
   static Time time(double seconds) { return Time(static_cast<int64_t>(1e9 * seconds)); }
 
   const double share_, fixed_;
-  double rate_, end_ = kEnd, calm_ = 1;  // bytes a second; times what bytes take
+  double rate_, end_ = kEnd;         // bytes a second; times what bytes take
+  double calm_ = 1, room_ = 1;       // shares of the rate
   std::array<double, kMemory> brought_{};  // bytes a second, of the last operations
   size_t turn_ = 0;
   bool searching_ = true, asking_ = false;  // whether more is there; with this operation

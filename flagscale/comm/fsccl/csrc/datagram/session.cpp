@@ -10,6 +10,12 @@ double Outcome::lost_share() const {
   return expected > 0 ? lost / expected : 0;
 }
 
+uint64_t Outcome::overruns() const {
+  uint64_t all = 0;
+  for (const Report& r : reports) all += r.overruns;
+  return all;
+}
+
 Session::Session(const Circle& circle, size_t payload, const Limits& limits, Network& net)
     : circle_(circle),
       limits_(limits),
@@ -33,6 +39,7 @@ void Session::start(const Job& job, Time now) {
   advance(now);
   ++operation_;
   digest_ = job.digest;
+  overruns_ = net_.overruns();
   transfer_.begin(job, operation_, clock_);
   state_ = State::kReady;
   began_ = clock_;
@@ -203,7 +210,8 @@ Time Session::step(Time now) {
 }
 
 void Session::finish_record() {
-  const Report report = transfer_.report(clock_);
+  Report report = transfer_.report(clock_);
+  report.overruns = net_.overruns() - overruns_;
   Bytes& record = own_record(operation_);
   const RecordHead head{operation_, digest_, report};
   record.resize(record_bytes());

@@ -46,6 +46,7 @@ struct Outcome {
   size_t lacked = 0;  // pieces that this rank lacked
   Time waited{};      // for the others to be ready
   double lost_share() const;
+  uint64_t overruns() const;
   double excluded_share() const {
     return static_cast<double>(excluded.count()) / static_cast<double>(excluded.size());
   }
@@ -149,6 +150,7 @@ class Session {
   Transfer transfer_;
   State state_ = State::kIdle;
   uint64_t operation_ = 0, digest_ = 0;
+  uint32_t overruns_ = 0;  // until this operation
   int unlike_ = -1;
   Time clock_{}, last_{};  // steps forward so far; and the time at the last one
   bool started_ = false;

@@ -375,7 +375,7 @@ Report Transfer::report(Time now) const {
   const auto us = std::chrono::duration_cast<std::chrono::microseconds>(now - began_).count();
   const double led_us = 1e6 * led_ / job_.rate;
   return {static_cast<uint32_t>(expected_), static_cast<uint32_t>(lost_),
-          static_cast<uint32_t>(scaled_), static_cast<uint32_t>(static_cast<double>(us) + led_us)};
+          static_cast<uint32_t>(scaled_), static_cast<uint32_t>(static_cast<double>(us) + led_us), 0};
 }
 
 }  // namespace fsccl::datagram

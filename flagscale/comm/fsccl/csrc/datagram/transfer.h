@@ -47,6 +47,8 @@ class Network {
   // lost, doubled, overtaken, late.
   virtual std::byte* place(size_t most) = 0;
   virtual void send(int to, size_t bytes) = 0;
+  // How often something came for which this host had no room. It only grows, modulo 2^32.
+  virtual uint32_t overruns() const = 0;
   // Reliable and slow: used where datagrams do not come.
   virtual void tell(int to, const Notice& notice) = 0;
   virtual void tell_record(int to, const std::vector<std::byte>& record) = 0;
@@ -78,6 +80,7 @@ struct Report {
   uint32_t lost = 0;        // that it has sent and that were asked for again
   uint32_t scaled = 0;      // pieces of its shard that lack somebody's part
   uint32_t elapsed_us = 0;  // until nothing lacked, or it was given up; what it led with as well
+  uint64_t overruns = 0;    // packets, or runs of them, for which this host had no room
 };
 
 class Transfer {
