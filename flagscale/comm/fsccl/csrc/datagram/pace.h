@@ -38,8 +38,9 @@ class Pace {
   static constexpr double kAbove = 1.05, kStep = 1.2;
   static constexpr size_t kProbe = 8;  // operations
   static constexpr double kSlower = 0.95, kFaster = 1.01, kLeastRoom = 0.1;
-  // Of an operation's seconds: what is no sending, about; and what it takes to tell a rate by it.
-  static constexpr double kReach = 2e-3, kShortest = 3e-3;
+  // Of an operation's seconds: what is no sending, about, and of which share it is that at most, or
+  // rates of short ones would be told too high; and what it takes to tell a rate by it.
+  static constexpr double kReach = 2e-3, kReachShare = 0.04, kShortest = 3e-3;
   static constexpr int kFirstBan = 2, kLongestBan = 1024;
 
   // `ranks` a circle, and so many circles side by side, which have a part of every bucket each.
@@ -82,7 +83,8 @@ class Pace {
     if (fixed_ > 0 || due < kShortest) return;
     double slowest = 0;
     for (const Report& r : outcome.reports) slowest = std::max(slowest, r.elapsed_us * 1e-6);
-    const double brought = rate_ * due / std::max(slowest - kReach, due / 2);
+    const double sending = slowest - std::min(kReach, kReachShare * due);
+    const double brought = rate_ * due / std::max(sending, due / 2);
     brought_[turn_++ % kMemory] = brought;
     calm_ = std::clamp(calm_ * (lost > 0.25 ? 0.8 : lost < 0.1 ? 1.1 : 1), 0.25, 1.0);
     // It begins low: an operation that nothing but the rate held up says that there is more, until

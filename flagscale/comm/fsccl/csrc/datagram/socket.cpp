@@ -90,14 +90,10 @@ Socket::Socket(const std::string& beside)
     fail_system("cannot make a datagram socket at " + host);
   }
   const int on = 1;
-  int buffer = 0;
   setsockopt(fd_.get(), SOL_SOCKET, SO_RXQ_OVFL, &on, sizeof on);
   setsockopt(fd_.get(), SOL_UDP, UDP_GRO, &on, sizeof on);
   ask_for_buffer(fd_.get(), SO_RCVBUFFORCE, SO_RCVBUF);
   ask_for_buffer(fd_.get(), SO_SNDBUFFORCE, SO_SNDBUF);
-  socklen_t size = sizeof buffer;
-  getsockopt(fd_.get(), SOL_SOCKET, SO_RCVBUF, &buffer, &size);
-  receive_buffer_ = static_cast<size_t>(buffer);
   never_divide(fd_.get(), at.ss_family);
   length = sizeof at;
   getsockname(fd_.get(), plain(&at), &length);

@@ -55,7 +55,6 @@ class Socket {
 
   uint32_t kernel_drops() const { return drops_; }  // of packets for this socket
   uint64_t refused() const { return refused_; }     // by the kernel, of those sent
-  size_t receive_buffer() const { return receive_buffer_; }
 
  private:
   static constexpr size_t kPlace = 65'536;
@@ -86,7 +85,7 @@ class Socket {
   std::vector<sockaddr_storage> from_;
   std::vector<std::byte> controls_, out_controls_;
   std::vector<Run> runs_;
-  size_t queued_ = 0, receive_buffer_ = 0;  // bytes
+  size_t queued_ = 0;  // bytes
   bool divides_ = true;                     // the kernel divides runs
   uint32_t drops_ = 0;
   uint64_t refused_ = 0;
