@@ -80,10 +80,14 @@ def test_algorithms_by_name(algorithm: str, shape: str) -> None:
     run(build("memory", "ranks_test.cpp"), shape, "3", "4", algorithm)
 
 
-@pytest.mark.parametrize("shape", ["1,1,1,1,1", "3,2", "1,2,2"])
-def test_another_transport_than_those_of_the_product(program: Path, shape: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "shape"), [("auto", "1,1,1,1,1"), ("auto", "3,2"), *ALGORITHMS], ids=str
+)
+def test_another_transport_than_those_of_the_product(
+    program: Path, algorithm: str, shape: str
+) -> None:
     """Whoever brings one brings a file, such as mailboxes.h: all else knows the interface alone."""
-    run(program, shape, "4", ROUNDS, "mailboxes")
+    run(program, shape, "4", ROUNDS, f"{algorithm}@mailboxes")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,8 +1,10 @@
 // Another transport than those of the product, in one file: mailboxes in the memory of a process
 // whose threads are the ranks. A thread carries one letter after the other, drawn from all that are
-// under way; only letters of one sender with one tag come in order.
+// under way; only letters of one sender with one tag come in order. What a letter says is read when
+// it is carried, from the memory of the send: who uses that before the send is done is found out.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -49,6 +51,7 @@ class Mailbox final : public Transport {
     int from;
     uint64_t tag;
     OpCard card;
+    RequestPtr request;  // the sender's
     std::vector<std::byte> body;
   };
   struct Call {
@@ -61,6 +64,7 @@ class Mailbox final : public Transport {
   }
   void hand_over(const Call& call, const Letter& letter);
   void fail(const Error& why);
+  void drop_letters(const Error& why);
   size_t box_of(int rank) const { return boxes_[static_cast<size_t>(rank)]; }
 
   const std::shared_ptr<PostOffice> office_;
@@ -120,6 +124,9 @@ class PostOffice final : public Device, public std::enable_shared_from_this<Post
     Mailbox::Letter letter = std::move(way->second.front());
     way->second.pop_front();
     if (way->second.empty()) under_way_.erase(way);
+    letter.body.resize(letter.request->memory.bytes());
+    letter.request->memory.copy_to(letter.body.data(), {0, letter.body.size()});
+    letter.request->succeed();
     if (box == nullptr) return;  // who has left reads no letters
     for (auto call = box->calls_.begin(); call != box->calls_.end(); ++call) {
       if (!box->fits(*call, letter)) continue;
@@ -156,19 +163,18 @@ inline void Mailbox::meet(Peers peers) {
 
 inline RequestPtr Mailbox::send(int peer, uint64_t tag, BufferList memory, const OpCard& card) {
   auto request = std::make_shared<Request>();
-  Letter letter{peers_.rank, tag, card, std::vector<std::byte>(memory.bytes())};
-  memory.copy_to(letter.body.data(), {0, letter.body.size()});
+  request->memory = std::move(memory);
   const OfficeHold hold(office_->mutex_);
   if (failed_) {
     request->fail(*failed_);
     return request;
   }
   sent_[static_cast<size_t>(peer)].messages += 1;
-  sent_[static_cast<size_t>(peer)].bytes += letter.body.size();
+  sent_[static_cast<size_t>(peer)].bytes += request->memory.bytes();
   ++moved_;
-  office_->under_way_[{box_of(peer), peers_.rank, tag}].push_back(std::move(letter));
+  office_->under_way_[{box_of(peer), peers_.rank, tag}].push_back(
+      {peers_.rank, tag, card, request, {}});
   office_->news_.notify_all();
-  request->succeed();
   return request;
 }
 
@@ -244,6 +250,20 @@ inline void Mailbox::fail(const Error& why) {
   failed_ = std::make_unique<Error>(why);
   for (const Call& call : calls_) call.request->fail(why);
   calls_.clear();
+  drop_letters(why);
+}
+
+// This rank's, that have yet to be carried: their memory is the caller's again.
+inline void Mailbox::drop_letters(const Error& why) {
+  for (auto way = office_->under_way_.begin(); way != office_->under_way_.end();) {
+    const bool to_peer = std::count(boxes_.begin(), boxes_.end(), std::get<0>(way->first)) > 0;
+    if (!to_peer || std::get<1>(way->first) != peers_.rank) {
+      ++way;
+      continue;
+    }
+    for (const Letter& letter : way->second) letter.request->fail(why);
+    way = office_->under_way_.erase(way);
+  }
 }
 
 inline void Mailbox::abort(const Error& why) {
@@ -268,6 +288,7 @@ inline void Mailbox::close() {
   std::unique_lock<std::mutex> hold(office_->mutex_);
   if (std::exchange(closed_, true)) return;
   office_->idle_.wait(hold, [this] { return office_->errands_.empty() && !office_->busy_; });
+  drop_letters(Error(Fault::kAborted, peers_.rank, "it has left"));
   office_->boxes_[number_] = nullptr;
 }
 

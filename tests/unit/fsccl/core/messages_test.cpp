@@ -229,6 +229,20 @@ void abort_among_many(unsigned seed) {
   });
 }
 
+// Of a receive from this rank and one from anyone.
+void who_has_called_first_gets_the_first(bool anyone) {
+  auto ranks = meet(2, 0, 1);
+  Bytes first(1000), second(1000);
+  const int any = Transport::kAnySource;
+  const RequestPtr all[] = {ranks[0]->recv(anyone ? any : 1, kUserTag, all_of(first)),
+                            ranks[0]->recv(anyone ? 1 : any, kUserTag, all_of(second))};
+  const Bytes out[] = {pattern(1000, 1), pattern(1000, 2)};
+  for (const Bytes& b : out) ranks[1]->wait(ranks[1]->send(0, kUserTag, all_of(b)), patience(), {});
+  for (const RequestPtr& r : all) ranks[0]->wait(r, patience(), nullptr);
+  expect(first == out[0] && second == out[1], "in another order");
+  on_each(ranks, [](Transport& m, int) { m.close(); });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -240,6 +254,7 @@ int main(int argc, char** argv) {
   for (unsigned k = 0; k < 10; ++k) PART(abort_among_many(seed + k));
   for (int k = 0; k < 20; ++k) PART(who_leaves_has_sent(1 + k % 2));
   PART(who_leaves_has_received());
+  for (const bool anyone : {true, false}) PART(who_has_called_first_gets_the_first(anyone));
   PART(nobody_is_left_to_receive_from());
   for (int k = 0; k < 10; ++k) PART(who_comes_too_late_hears_of_no_failure());
   PART(long_reasons_are_cut());

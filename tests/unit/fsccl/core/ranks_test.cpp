@@ -1,7 +1,8 @@
 // Ranks as threads: every collective against a reference, over sizes and cluster shapes. Built with
 // a sanitizer by test_fsccl_core.py. Usage:
 //   ranks_test <clusters, such as 2,2 or 4> <seed> <rounds> [<pipeline_k> <pipeline_nelem>]
-//   ranks_test <clusters> <seed> <rounds> <algorithm, or "mailboxes", the other transport>
+//   ranks_test <clusters> <seed> <rounds> <algorithm>, or, over the other transport,
+//   ranks_test <clusters> <seed> <rounds> <algorithm>@mailboxes
 #include <atomic>
 #include <condition_variable>
 #include <cstdio>
@@ -15,6 +16,7 @@
 #include "mailboxes.h"
 #include "misfits.h"
 #include "sums.h"
+#include "text.h"
 
 namespace {
 
@@ -336,10 +338,10 @@ int main(int argc, char** argv) {
   settings.one_shot_bytes = 4096;
   const auto seed = static_cast<unsigned>(std::atoi(argv[2]));
   Network network;
-  if (argc == 5 && std::string(argv[4]) == "mailboxes") {
-    network = std::make_shared<PostOffice>(seed);
-  } else if (argc == 5) {
-    settings.algorithm = algorithm_of(argv[4], "algorithm");
+  if (argc == 5) {
+    const std::vector<std::string> how = split(argv[4], '@');
+    settings.algorithm = algorithm_of(how[0], "algorithm");
+    if (how.size() > 1) network = std::make_shared<PostOffice>(seed);
   }
   if (argc == 6) {
     settings.pipeline_k = std::atoi(argv[4]);

@@ -259,6 +259,64 @@ void another_operation_is_told(bool called_before, bool later) {
   peer.transport->close();
 }
 
+// The same of a message with the awaited one's tag.
+void another_card_is_told() {
+  Stranger peer;
+  Bytes in(1000);
+  OpCard mine, theirs;
+  mine.op = theirs.op = OpCode::kReduce;
+  theirs.root = 1;
+  const uint64_t tag = Transport::kCollectiveTag | 7;
+  const RequestPtr request = peer.transport->recv(1, tag, all_of(in), mine);
+  const Fd fd = peer.connect();
+  Frame f = Stranger::message();
+  f.tag = tag;
+  f.card = theirs;
+  Stranger::write_frame(fd, f, Bytes(in.size()), Seal::kWhole);
+  expect(failure_of(*peer.transport, request, &in).fault == Fault::kMismatch, "another reason");
+  peer.transport->close();
+}
+
+// Well signed, and of no rank: the connection ends, and what waits for more.
+void what_nobody_sends_ends_the_connection(Frame f, int times) {
+  Stranger peer;
+  Bytes in(10);
+  const RequestPtr request = peer.transport->recv(1, kUserTag, all_of(in));
+  const Fd from_us = peer.accept(), fd = peer.connect();
+  for (; times > 0; --times) Stranger::write_header(fd, f);
+  expect(failure_of(*peer.transport, request, &in).fault == Fault::kPeerLost, "another reason");
+  peer.transport->close();
+}
+
+void nobody_comes_as_a_rank_that_is_not_there() {
+  Stranger peer;
+  peer.transport->listen();
+  const Fd fd = peer.connect(peer.token, Stranger::kKey, 0, 2);
+  char one = 0;
+  expect(recv(fd.get(), &one, 1, 0) <= 0, "let in");
+  peer.transport->close();
+}
+
+// Whoever sleeps until something comes is woken by it, and not by the end of its patience.
+void a_sleeper_is_woken() {
+  Stranger peer;
+  Bytes in(10);
+  const RequestPtr request = peer.transport->recv(1, kTag, all_of(in));
+  const Fd fd = peer.connect();
+  std::atomic<bool> woken{false};
+  std::thread sleeper([&] {
+    while (!request->finished()) request->sleep(std::chrono::seconds(60));
+    woken = true;
+  });
+  while (request->state.load() != Request::kAwaited) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  Stranger::write_frame(fd, Stranger::message(), Bytes(in.size()), Seal::kWhole);
+  for (int i = 0; i < 2000 && !woken; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  expect(woken, "it sleeps on");
+  sleeper.join();
+  peer.transport->close();
+}
+
 // From anyone is from this one, too.
 void a_dead_peer_ends_waiting_for_anyone() {
   Stranger peer;
@@ -328,6 +386,16 @@ int main() {
   for (const bool before : {true, false}) {
     for (const bool later : {true, false}) PART(another_operation_is_told(before, later));
   }
+  PART(another_card_is_told());
+  Frame announced, endless = Stranger::message();
+  announced.kind = FrameKind::kAnnounce;
+  announced.tag = kTag;
+  announced.total = 300000;
+  endless.bytes = endless.total = (uint64_t{1} << 40) + 1;
+  PART(what_nobody_sends_ends_the_connection(announced, 2));
+  PART(what_nobody_sends_ends_the_connection(endless, 1));
+  PART(nobody_comes_as_a_rank_that_is_not_there());
+  PART(a_sleeper_is_woken());
   PART(a_dead_peer_ends_waiting_for_anyone());
   PART(another_size_is_told_at_once());
   PART(not_everything_is_kept());

@@ -132,11 +132,11 @@ class Stranger {
   }
   // `key` is the group's; the hello is left in `said`.
   Fd connect() { return connect(token, kKey); }
-  Fd connect(uint64_t to, const Key& key, uint64_t index = 0) {
+  Fd connect(uint64_t to, const Key& key, uint64_t index = 0, uint64_t rank = 1) {
     Fd fd = knock();
     said = Frame();
     said.tag = to;
-    said.message = 1;
+    said.message = rank;
     said.offset = index;
     said.flags = kProtocolVersion;
     said.total = random_number();
