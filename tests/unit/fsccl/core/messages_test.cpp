@@ -20,10 +20,25 @@
 
 // The kernel's, after which the thread may be held up, as by others that want its core.
 std::atomic<int> held_up_ms{0};
+// And how many are, whose memory begins in what is watched.
+std::atomic<uintptr_t> watched_from{0}, watched_to{0};
+std::atomic<int> watched{0};
+bool is_watched(const msghdr& message) {
+  for (size_t i = 0; i < message.msg_iovlen; ++i) {
+    const auto at = reinterpret_cast<uintptr_t>(message.msg_iov[i].iov_base);
+    if (at >= watched_from && at < watched_to) return true;
+  }
+  return false;
+}
 extern "C" ssize_t sendmsg(int fd, const msghdr* message, int flags) {
   const ssize_t sent = syscall(SYS_sendmsg, fd, message, flags);
   const int code = errno, ms = held_up_ms;
-  if (ms > 0 && sent > 50'000) std::this_thread::sleep_for(std::chrono::milliseconds(ms));
+  if (ms > 0 && sent > 50'000) {
+    const int one = is_watched(*message) ? 1 : 0;
+    watched += one;
+    std::this_thread::sleep_for(std::chrono::milliseconds(ms));
+    watched -= one;
+  }
   errno = code;
   return sent;
 }
@@ -229,6 +244,28 @@ void abort_among_many(unsigned seed) {
   });
 }
 
+// Who hears that a send has failed may use its memory: nothing is copied from it any more.
+void nothing_fails_while_it_is_copied() {
+  auto ranks = meet(2, 128 << 10, 1);
+  Bytes out(48 << 20), in(out.size());
+  const RequestPtr come = ranks[1]->recv(0, kTag, all_of(in));
+  const RequestPtr sent = ranks[0]->send(1, kTag, all_of(out));  // the rest is its thread's
+  watched_from = reinterpret_cast<uintptr_t>(out.data());
+  watched_to = watched_from + out.size();
+  held_up_ms = 300;
+  while (watched == 0) std::this_thread::yield();
+  bool early = false;
+  std::thread waiter([&] {
+    while (!sent->finished()) sent->sleep(std::chrono::milliseconds(100));
+    early = watched > 0;
+  });
+  ranks[0]->abort(Error(Fault::kAborted, 0, "enough"));
+  waiter.join();
+  held_up_ms = 0;
+  expect(sent->failed() && !early, "it has failed while it was copied");
+  on_each(ranks, [](Transport& m, int) { m.close(); });
+}
+
 // Of a receive from this rank and one from anyone.
 void who_has_called_first_gets_the_first(bool anyone) {
   auto ranks = meet(2, 0, 1);
@@ -254,6 +291,7 @@ int main(int argc, char** argv) {
   for (unsigned k = 0; k < 10; ++k) PART(abort_among_many(seed + k));
   for (int k = 0; k < 20; ++k) PART(who_leaves_has_sent(1 + k % 2));
   PART(who_leaves_has_received());
+  PART(nothing_fails_while_it_is_copied());
   for (const bool anyone : {true, false}) PART(who_has_called_first_gets_the_first(anyone));
   PART(nobody_is_left_to_receive_from());
   for (int k = 0; k < 10; ++k) PART(who_comes_too_late_hears_of_no_failure());
