@@ -78,8 +78,9 @@ def test_flows_go_where_they_were_sent_at_their_rate_and_end(bed: Bed, transport
         assert got[1] >= 1 << 20
         # The load, one largest burst, headers, and what is told by SSH.
         assert got[1] < 1.15 * (0.1 * RATE / 8 * (span + 1.0) + 20 * 16384) + 60_000
-        # The two ends tell at their own times.
-        until(lambda: 0.9 * _sent(traffic) <= _received(traffic) <= _sent(traffic), "the same")
+        # The two ends tell at their own times; a busy machine has no room for some datagrams.
+        least = 0.9 if transport == "tcp" else 0.5
+        until(lambda: least * _sent(traffic) <= _received(traffic) <= _sent(traffic), "the same")
     assert processes(bed) == []
 
 
