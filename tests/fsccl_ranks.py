@@ -17,6 +17,17 @@ ROOT = Path(__file__).parents[1]
 WORKER = ROOT / "tests" / "integration" / "fsccl" / "fsccl_worker.py"
 
 
+SLACK = 25.0
+"""Seconds that a busy machine may take: less than the operations' own limits where it is used, and
+a hang is far longer."""
+
+
+def build_extension() -> None:
+    """Ranks then only load it."""
+    program = "import flagscale.comm.fsccl as f; f.load_extension()"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
 class RankFailedError(AssertionError):
     """A case raised on a rank."""
 
@@ -202,3 +213,15 @@ def replies(ranks: Mapping[int, Rank], limit: float) -> dict[int, dict[str, Any]
         except queue.Empty:
             raise AssertionError(f"rank {i} hangs; so far: {out}") from None
     return out
+
+
+def survivors_say(pool: Any, members: Sequence[int], limit: float) -> dict[int, str]:
+    """The error of each of these ranks of a pool.
+
+    Raises:
+        AssertionError: a rank has none, or says nothing within ``limit`` seconds.
+    """
+    found = pool.replies(members, limit)
+    for i, reply in found.items():
+        assert "error" in reply, f"rank {i} got {reply}"
+    return {i: reply["error"] for i, reply in found.items()}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fsccl_ranks import ROOT, Ranks
+from fsccl_ranks import Ranks, build_extension
 from needs import need
 
 
@@ -16,11 +14,7 @@ from needs import need
 def built() -> None:
     """The first test of all builds the extension; ranks then only load it."""
     need("compiler")
-    subprocess.run(
-        [sys.executable, "-c", "import flagscale.comm.fsccl as f; f.load_extension()"],
-        check=True,
-        cwd=ROOT,
-    )
+    build_extension()
 
 
 @pytest.fixture(scope="session")

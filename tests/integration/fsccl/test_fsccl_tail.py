@@ -7,14 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bed.lab import Bed
 from bed.plugin import need_bed
-from fsccl_ranks import ROOT, Rank, replies, results
+from fsccl_hosts import HostRanks
+from fsccl_ranks import ROOT, replies
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
@@ -111,46 +111,32 @@ def test_unlike_operations_are_told_apart(ranks: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def four_hosts(built: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def four_hosts(
+    built: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[HostRanks, Path]]:
     """Ranks on four hosts, each behind a gigabit with room for 64 KB on the switch's side."""
     need_bed()
-    with Bed.open(tmp_path_factory.mktemp("bed"), 4) as bed, ExitStack() as stack:
-        said = tmp_path_factory.mktemp("tail") / "said"
-        members = {}
-        for i in range(4):
-            enter = ("nsenter", "-t", str(bed[i].pid), "-a", "--")
-            members[i] = Rank(prefix=enter, stderr=said if i == 0 else None)
-            stack.callback(members[i].end)
-            stack.callback(members[i].process.kill)
+    said = tmp_path_factory.mktemp("tail") / "said"
+    with (
+        Bed.open(tmp_path_factory.mktemp("bed"), 4) as bed,
+        HostRanks.start(bed, range(4), limit=120, said={0: said}) as started,
+    ):
+        for host in bed.hosts:
             bucket = ["tbf", "rate", "1gbit", "burst", "96kb", "limit", "64kb"]
             subprocess.run(
-                ["tc", "qdisc", "replace", "dev", bed[i].veth, "root", *bucket], check=True
+                ["tc", "qdisc", "replace", "dev", host.veth, "root", *bucket], check=True
             )
-        yield bed, members, said
+        yield started, said
 
 
-def call(members: dict[int, Rank], case: str, **arguments: Any) -> list[Any]:
-    for rank in members.values():
-        rank.ask(case, **arguments)
-    return results(replies(members, 120))
-
-
-def join(
-    bed: Bed, members: dict[int, Rank], key: str, timeout: float, environment: dict[str, str]
-) -> None:
-    for i, rank in members.items():
-        where = {"rank": i, "size": 4, "host": bed[0].address, "port": 29500, "key": key}
-        rank.ask("join", **where, timeout=timeout, environment=environment)
-    results(replies(members, 90))
-
-
-def test_under_traffic_and_without_any_datagram(four_hosts: Any) -> None:
-    bed, members, said = four_hosts
+def test_under_traffic_and_without_any_datagram(four_hosts: tuple[HostRanks, Path]) -> None:
+    hosts, said = four_hosts
+    bed = hosts.bed
     environment = {**TAIL, "FSCCL_TAIL_LIMIT": "60", "FSCCL_TAIL_FEEDBACK": "1"}
-    join(bed, members, "tail", 60, environment)
+    hosts.join("tail", 60, **environment)
     traffic = _traffic(bed, seconds=60)
     try:
-        every = call(members, "bounded", count=COUNT // 4, rounds=7)
+        every = hosts.call("bounded", count=COUNT // 4, rounds=7)
     finally:
         traffic.kill()
         traffic.wait()
@@ -162,7 +148,7 @@ def test_under_traffic_and_without_any_datagram(four_hosts: Any) -> None:
     bed[1].run(["nft", "add rule inet t in meta l4proto udp drop"])
     try:
         # Those after a repeated one go the exact way at once: up to there it may have been so.
-        every = call(members, "bounded", count=COUNT // 4, rounds=16)
+        every = hosts.call("bounded", count=COUNT // 4, rounds=16)
     finally:
         bed[1].heal()
     assert all(one == every[0] for one in every)
@@ -173,19 +159,19 @@ def test_under_traffic_and_without_any_datagram(four_hosts: Any) -> None:
     )
 
 
-def test_a_cut_link_ends_the_job_with_a_sentence(four_hosts: Any) -> None:
+def test_a_cut_link_ends_the_job_with_a_sentence(four_hosts: tuple[HostRanks, Path]) -> None:
     """Whoever cannot be reached by any way is waited for as long as the group may wait."""
-    bed, members, _ = four_hosts
-    call(members, "leave")
-    join(bed, members, "cut", 4, {**TAIL, "FSCCL_TAIL_LIMIT": "100"})
-    (said, *_) = call(members, "bounded", count=COUNT // 4, rounds=5)
+    hosts, _ = four_hosts
+    bed = hosts.bed
+    hosts.call("leave")
+    hosts.join("cut", 4, **TAIL, FSCCL_TAIL_LIMIT="100")
+    (said, *_) = hosts.call("bounded", count=COUNT // 4, rounds=5)
     assert said[-1][0] == BOUNDED
-    for rank in members.values():
-        rank.ask("call", op="all_reduce", count=COUNT // 4, repeat=100_000)
+    hosts.ask("call", op="all_reduce", count=COUNT // 4, repeat=100_000)
     time.sleep(0.2)
     bed[1].link("down")
     try:
-        found = replies(members, 30)
+        found = replies(hosts.ranks, 30)
     finally:
         bed[1].heal()
     for i, reply in found.items():

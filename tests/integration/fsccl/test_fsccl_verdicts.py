@@ -8,20 +8,17 @@ import signal
 from typing import Any
 
 import pytest
+from fsccl_ranks import SLACK, survivors_say
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
-SLACK = 25.0  # for a busy machine; less than the operations' limits here, and a hang is far longer
 LIMIT = 60.0  # of operations: who is named sooner was not waited for
 
 
 def errors(pool: Any, members: list[int]) -> list[str]:
     """What each of them says, without whose words they are."""
-    out = []
-    for i, reply in pool.replies(members, SLACK).items():
-        assert "error" in reply, f"rank {i} got {reply}"
-        out.append(reply["error"].partition(f", rank {i}: ")[2] or reply["error"])
-    return out
+    said = survivors_say(pool, members, SLACK)
+    return [error.partition(f", rank {i}: ")[2] or error for i, error in said.items()]
 
 
 def end(pool: Any, index: int) -> None:

@@ -162,6 +162,7 @@ void a_stranger_is_turned_away() {
   expect(turned_away(peer.connect(4712, Stranger::kKey)), "an answer to a stranger");
   expect(turned_away(peer.connect(peer.token, {1, 3})), "an answer to who lacks the key");
   expect(turned_away(peer.connect(peer.token, Stranger::kKey, 64)), "one connection too many");
+  expect(turned_away(peer.connect(peer.token, Stranger::kKey, 0, 2)), "an answer to no rank");
   const Fd known = peer.connect();
   const Fd again = peer.knock();
   Stranger::write_all(again, &peer.said, sizeof peer.said);
@@ -288,15 +289,6 @@ void what_nobody_sends_ends_the_connection(Frame f, int times) {
   peer.transport->close();
 }
 
-void nobody_comes_as_a_rank_that_is_not_there() {
-  Stranger peer;
-  peer.transport->listen();
-  const Fd fd = peer.connect(peer.token, Stranger::kKey, 0, 2);
-  char one = 0;
-  expect(recv(fd.get(), &one, 1, 0) <= 0, "let in");
-  peer.transport->close();
-}
-
 // Whoever sleeps until something comes is woken by it, and not by the end of its patience.
 void a_sleeper_is_woken() {
   Stranger peer;
@@ -394,7 +386,6 @@ int main() {
   endless.bytes = endless.total = (uint64_t{1} << 40) + 1;
   PART(what_nobody_sends_ends_the_connection(announced, 2));
   PART(what_nobody_sends_ends_the_connection(endless, 1));
-  PART(nobody_comes_as_a_rank_that_is_not_there());
   PART(a_sleeper_is_woken());
   PART(a_dead_peer_ends_waiting_for_anyone());
   PART(another_size_is_told_at_once());

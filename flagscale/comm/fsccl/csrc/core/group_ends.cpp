@@ -13,7 +13,6 @@ namespace fsccl {
 namespace {
 
 constexpr const char* kFailedKey = "failed";
-constexpr const char* kLeft = " has left the group";
 
 // Of this process.
 struct Groups {

@@ -200,7 +200,7 @@ void ShmSteps::look_at(int peer, const std::function<bool()>& come) const {
 
 const char* ShmSteps::gone(int peer) const {
   const Line& theirs = line(peer);
-  if (theirs.left.load(std::memory_order_acquire) != 0) return " has left the group";
+  if (theirs.left.load(std::memory_order_acquire) != 0) return kLeft;
   const bool joined = theirs.joined.load(std::memory_order_acquire) != 0;
   const bool lives = !joined ? config_.runs(member(peer))
                              : theirs.process.load(std::memory_order_relaxed) == config_.process ||

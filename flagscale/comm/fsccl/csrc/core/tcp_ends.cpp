@@ -45,7 +45,7 @@ void TcpTransport::close_connection(Connection& connection) {
 Error TcpTransport::why_it_ended(const Connection& connection) const {
   const std::string& who = name(connection.peer());
   if (connection.said_bye)
-    return {Fault::kPeerLost, connection.peer(), who + " has left the group"};
+    return {Fault::kPeerLost, connection.peer(), who + kLeft};
   const int code = connection.error != 0 ? connection.error : pending_error(connection.fd());
   std::string why = who + kBroke;
   if (!connection.cut_because.empty()) {

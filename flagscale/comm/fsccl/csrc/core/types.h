@@ -122,6 +122,7 @@ class Error : public std::runtime_error {
 // After a rank's name: what has become of it.
 constexpr const char* kEnded = " ended without leaving the group";
 constexpr const char* kBroke = " ended or its connection broke";
+constexpr const char* kLeft = " has left the group";
 
 [[noreturn]] void fail_usage(const std::string& what);
 // Appends what errno says; where no descriptor is left, with the numbers.

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../device/watch.h"
+#include "work.h"
 
 namespace fsccl {
 
@@ -26,8 +27,7 @@ class DeviceWork : public c10d::Work {
         pending_(std::move(pending)),
         device_(stream.device()),
         sequence_(sequence),
-        future_(c10::make_intrusive<c10::ivalue::Future>(
-            c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device_})) {
+        future_(new_future({device_})) {
     // A future of a device is complete at once: who uses its value has his stream wait.
     const c10::StreamGuard on(stream);
     future_->markCompleted(c10::IValue(outputs_));
@@ -40,7 +40,7 @@ class DeviceWork : public c10d::Work {
   }
   std::vector<at::Tensor> result() override { return outputs_; }
   uint64_t getSequencenumber() const override { return sequence_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  FuturePtr getFuture() override { return future_; }
   void synchronize() override {
     if (auto error = exception()) std::rethrow_exception(error);
     pending_->end->block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
@@ -59,7 +59,7 @@ class DeviceWork : public c10d::Work {
   std::shared_ptr<Pending> pending_;
   c10::Device device_;
   uint64_t sequence_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  FuturePtr future_;
 };
 
 }  // namespace fsccl

@@ -5,6 +5,17 @@
 
 namespace fsccl {
 
+// all_reduces of several tensors in place, by a Group or an Engine.
+inline auto all_reduces_of(std::vector<Flat> list, std::vector<Reduction> how) {
+  return [list = std::move(list), how = std::move(how)](auto& g, const Deadline& d) {
+    for (size_t i = 0; i < list.size(); ++i) {
+      void* const data = list[i].get().data_ptr();
+      g.all_reduce(data, data, elements_of(list[i].get(), how[i]), how[i], d);
+    }
+    settle(list);
+  };
+}
+
 template <class F>
 TorchBackend::WorkPtr TorchBackend::run(const Call& call, const Site& site, Tensors outputs,
                                         F body) {

@@ -82,16 +82,10 @@ TorchBackend::WorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors,
     return *w;
   }
   const Site site = site_of(first, "allreduce_coalesced");
-  const auto list = flats(tensors, Flat::kReadWrite, site);
+  auto list = flats(tensors, Flat::kReadWrite, site);
   std::vector<Reduction> how;
   for (const at::Tensor& t : tensors) how.push_back(all_reduction_of(t, o.reduceOp));
-  return run(call, site, tensors, [list, how](auto& g, const Deadline& d) {
-    for (size_t i = 0; i < list.size(); ++i) {
-      void* data = list[i].get().data_ptr();
-      g.all_reduce(data, data, elements_of(list[i].get(), how[i]), how[i], d);
-    }
-    settle(list);
-  });
+  return run(call, site, tensors, all_reduces_of(std::move(list), std::move(how)));
 }
 
 TorchBackend::WorkPtr TorchBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& o) {

@@ -66,14 +66,8 @@ std::optional<TorchBackend::WorkPtr> TorchBackend::in_bounded_time(const Call& c
   // Where all ranks are hosts' the core does all, and asks itself.
   if (!any || kinds() == Kinds::kHosts || !has_tail()) return std::nullopt;
   if (!tensors[0].is_cpu()) return staged(call, tensors, how);
-  const auto list = flats(tensors, Flat::kReadWrite, {"all_reduce", at::kCPU});
-  return run_on_host(call, tensors, [list, how](Group& g, const Deadline& d) {
-    for (size_t i = 0; i < list.size(); ++i) {
-      void* const data = list[i].get().data_ptr();
-      g.all_reduce(data, data, elements_of(list[i].get(), how[i]), how[i], d);
-    }
-    settle(list);
-  });
+  auto list = flats(tensors, Flat::kReadWrite, {"all_reduce", at::kCPU});
+  return run_on_host(call, tensors, all_reduces_of(std::move(list), std::move(how)));
 }
 
 TorchBackend::WorkPtr TorchBackend::staged(const Call& call, Tensors& tensors,
