@@ -1,6 +1,6 @@
 """The entry point: ``python run.py --config-path DIR --config-name NAME action=run``."""
 
-from flagscale.launch.entry import main
+from flagscale.launcher.entry import main
 
 if __name__ == "__main__":
     main()

@@ -30,10 +30,10 @@ from flagscale.errors import ConfigError, Problem, RunStateError
 # Importing this costs next to nothing: what plans and starts is loaded when it is asked for.
 if TYPE_CHECKING:
     from flagscale.config.schema import Experiment
-    from flagscale.launch.planning.model import LaunchPlan
-    from flagscale.launch.runners.base import Runner
-    from flagscale.launch.snapshot import Snapshot
-    from flagscale.launch.state import RunState
+    from flagscale.launcher.planning.model import LaunchPlan
+    from flagscale.launcher.runners.base import Runner
+    from flagscale.launcher.snapshot import Snapshot
+    from flagscale.launcher.state import RunState
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
 """The path of a YAML, of which Hydra composes the configuration, or the whole configuration."""
@@ -55,7 +55,7 @@ def launch(config: Config, overrides: Sequence[str] = ()) -> Run:
         RunStateError: another run lives in its directory.
         UnreachableError: a host or a scheduler does not answer.
     """
-    from flagscale.launch.actions import launch as start
+    from flagscale.launcher.actions import launch as start
 
     with _files():
         return Run(start(load(config, overrides, "launch")))
@@ -66,7 +66,7 @@ def plan(config: Config, overrides: Sequence[str] = ()) -> LaunchPlan:
 
     Raises :class:`ConfigError` for every mistake in the configuration.
     """
-    from flagscale.launch.runners.base import runner_for
+    from flagscale.launcher.runners.base import runner_for
 
     with _files():
         experiment = load(config, overrides, "plan")
@@ -77,7 +77,7 @@ def find(run: str | os.PathLike[str]) -> Run:
     """A run that was started before, by anybody's launcher: by its id, the beginning of it, or the
     directory of its experiment. Raises :class:`RunStateError` for none, :class:`ConfigError` for
     the beginning of several."""
-    from flagscale.launch.runs import named
+    from flagscale.launcher.runs import named
 
     with _files():
         return Run(named(os.fspath(run)))
@@ -114,7 +114,7 @@ class Run:
     def wait(self, timeout: float | None = None, every: float = 1.0) -> Snapshot:
         """Wait until it has ended, for ``timeout`` seconds at most; what it was doing last, looked
         at ``every`` so many seconds. ``phase.ended`` tells whether it has ended."""
-        from flagscale.launch.runs import remember
+        from flagscale.launcher.runs import remember
 
         if not every > 0 or (timeout is not None and not timeout >= 0):
             raise ConfigError("wait: expected a timeout of no less than 0, every of more than 0")
@@ -131,7 +131,7 @@ class Run:
     def logs(self, rank: int | None = None, lines: int | None = None) -> list[str]:
         """What it has printed so far, every line with its host and rank; of one rank alone, or the
         last so many lines of each host."""
-        from flagscale.launch.logs import lines_of
+        from flagscale.launcher.logs import lines_of
 
         if lines is not None and lines < 0:
             raise ConfigError(f"lines: expected 0 or more, found {lines}")
@@ -141,7 +141,7 @@ class Run:
 
     def follow(self, rank: int | None = None) -> Iterator[str]:
         """What it has printed, and what it prints until it ends."""
-        from flagscale.launch import logs
+        from flagscale.launcher import logs
 
         with self._asked() as (runner, state):
             runner.bring_output(state)
@@ -160,7 +160,7 @@ class Run:
     def stop(self) -> None:
         """End it and nothing else, with ``runner.stop_grace`` seconds to save; one that has ended
         stays as it is. Raises :class:`UnreachableError` where it may live on."""
-        from flagscale.launch.attending import finish
+        from flagscale.launcher.run_commands import finish
 
         with _files():
             finish(self._now())
@@ -168,13 +168,13 @@ class Run:
     def _now(self) -> RunState:
         """Its state as its directory has it: that of a stop, or the names of hosts that a scheduler
         has given."""
-        from flagscale.launch.state import latest
+        from flagscale.launcher.state import latest
 
         return latest(self._state)
 
     @contextmanager
     def _asked(self) -> Iterator[tuple[Runner, RunState]]:
-        from flagscale.launch.runners.base import runner_of
+        from flagscale.launcher.runners.base import runner_of
 
         state = self._now()
         with _files(), closing(runner_of(state)) as runner:
@@ -233,7 +233,7 @@ def _load_mapping(
     import yaml
 
     from flagscale.config.load import load as read
-    from flagscale.launch.layout import Layout
+    from flagscale.launcher.layout import Layout
 
     text = yaml.safe_dump(_plain(config, ""), sort_keys=False, allow_unicode=True)
     with TemporaryDirectory(prefix="flagscale-") as name:

@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from flagscale import __version__
+from flagscale.cli_errors import guard
 from flagscale.config.actions import ACTIONS, OPTIONS, Action, call
 from flagscale.config.arguments.values import word
 from flagscale.config.documented import kinds
 from flagscale.config.schema import BACKEND_SOURCE, PROJECT, Options
 from flagscale.errors import ConfigError, RunStateError
-from flagscale.guard import guard
-from flagscale.launch.entry import act, act_each, add_sweep
+from flagscale.launcher.entry import act, act_each, add_sweep
 from flagscale.modules import started
 
 if TYPE_CHECKING:
-    from flagscale.launch.state import RunState
+    from flagscale.launcher.state import RunState
 
 _DESCRIPTION = "One YAML, one command: launch LLM training, watch it and stop it."
 _EPILOG = """\
@@ -77,7 +77,7 @@ def _dispatch(argv: list[str]) -> int:
 
         return main_comm(argv[1:])
     if argv[:1] == ["bench"]:
-        from flagscale.traffic.cli import main_bench
+        from flagscale.bench.bench_commands import main_bench
 
         return main_bench(argv[1:])
     parser = _parser()
@@ -184,7 +184,7 @@ def _act(options: argparse.Namespace, rest: list[str]) -> int:
         if overrides:
             raise ConfigError(f"{overrides[0]}: a run that is there has no overrides")
         named = Options(action=action.name, **given)
-        return call("flagscale.launch.attending:act", options.config, named)
+        return call("flagscale.launcher.run_commands:act", options.config, named)
     _refuse_action(overrides, action)
     overrides.append(f"action={action.name}")
     overrides += [f"{name}={word(value)}" for name, value in given.items()]
@@ -220,7 +220,7 @@ def _explain(options: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def _runs(options: argparse.Namespace, _rest: list[str]) -> int:
-    from flagscale.launch.listing import show
+    from flagscale.launcher.listing import show
 
     return show(options.run, everything=options.all, as_json=options.json)
 
@@ -246,7 +246,7 @@ def _report(options: argparse.Namespace, rest: list[str]) -> int:
 
 def _run(text: str, overrides: Sequence[str]) -> RunState:
     """The run that is named, or the one of a YAML."""
-    from flagscale.launch import runs
+    from flagscale.launcher import runs
 
     if not _is_yaml(text):
         try:

@@ -23,14 +23,14 @@ from flagscale.config.schema import Experiment, Options
 from flagscale.config.sweeps import Combination, Sweep, load_each, sweep
 from flagscale.errors import ConfigError, FlagscaleError, JobError, Problem
 from flagscale.files import strict_json
-from flagscale.launch import actions, runs
-from flagscale.launch.attending import finish
-from flagscale.launch.liveness.telling import say
-from flagscale.launch.snapshot import Phase, Snapshot
-from flagscale.launch.state import RunState
+from flagscale.launcher import actions, runs
+from flagscale.launcher.liveness.agent_log import say
+from flagscale.launcher.run_commands import finish
+from flagscale.launcher.snapshot import Phase, Snapshot
+from flagscale.launcher.state import RunState
 
 if TYPE_CHECKING:
-    from flagscale.launch.planning.model import LaunchPlan
+    from flagscale.launcher.planning.model import LaunchPlan
 
 NOT_STARTED = "not started"
 _TERMINATED = 143
@@ -249,7 +249,7 @@ def _stop(found: Sweep, rows: Sequence[Row], options: Options, _jobs: int) -> in
 
 def _dryrun(found: Sweep, rows: Sequence[Row], options: Options, _jobs: int) -> int:
     """Show what would be started, and where."""
-    from flagscale.launch.runners.base import runner_for
+    from flagscale.launcher.runners.base import runner_for
 
     plans = [runner_for(row.experiment).plan(row.experiment) for row in rows]
     if options.json:
@@ -322,7 +322,7 @@ def _print(
     from rich.table import Table
     from rich.text import Text
 
-    from flagscale.launch.show import view
+    from flagscale.launcher.show import view
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in (*found.keys, *headings):

@@ -8,7 +8,7 @@ import tempfile
 
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["needs", "bed.plugin"]
+pytest_plugins = ["support.needs", "bed.plugin"]
 
 # A shell starts what it runs in the background without the one, nohup without the other, and
 # programs of tests would inherit it. A handler goes no further than this process.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from flagscale.comm.base import missing_torch
-from flagscale.commands import Command, run_group
+from flagscale.subcommands import Command, run_group
 
 _COMMANDS = {
     "list": Command(
@@ -13,9 +13,9 @@ _COMMANDS = {
         "every backend a YAML can name, and what is missing for it on this machine",
         shown="[--json]",
     ),
-    "bench": Command("flagscale.bench.collectives.launch", "measure collectives"),
-    "groups": Command("flagscale.bench.groups.launch", "measure the creation of process groups"),
-    "pipeline": Command("flagscale.bench.pipeline.launch", "measure fsccl's pipelined schedules"),
+    "bench": Command("flagscale.bench.collectives.cli", "measure collectives"),
+    "groups": Command("flagscale.bench.groups.cli", "measure the creation of process groups"),
+    "pipeline": Command("flagscale.bench.pipeline.cli", "measure fsccl's pipelined schedules"),
     "tune": Command(
         "flagscale.comm.fsccl.nvlink_check",
         "measure fsccl's NVLink kernels and keep the table",

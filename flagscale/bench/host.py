@@ -20,7 +20,7 @@ from pathlib import Path
 
 from flagscale.bench.rank import Job
 from flagscale.bench.spawn import RankRange, cores_here, run_job
-from flagscale.guard import guard, nobody_reads
+from flagscale.cli_errors import guard, nobody_reads
 from flagscale.records import decode, encode
 
 LOGS = "logs"

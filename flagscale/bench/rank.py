@@ -15,8 +15,8 @@ from importlib import import_module
 from typing import Any, get_type_hints
 
 from flagscale.bench.world import BenchWorld, detect
+from flagscale.cli_errors import guard
 from flagscale.errors import ConfigError
-from flagscale.guard import guard
 from flagscale.records import decode, encode
 
 JOB_VARIABLE = "FLAGSCALE_BENCH_JOB"

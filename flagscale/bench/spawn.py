@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from flagscale.bench.rank import Job
 from flagscale.bench.world import RENDEZVOUS_VARIABLE, STARTER_VARIABLE, VARIABLES
-from flagscale.guard import Interrupted, nobody_reads
+from flagscale.cli_errors import Interrupted, nobody_reads
 from flagscale.hosts.kernel import die_with, is_stopped
 from flagscale.records import encode
 

@@ -14,8 +14,8 @@ from flagscale.bench.placement import Placement, require_own, require_room
 from flagscale.bench.rank import Job, carry_out
 from flagscale.bench.spawn import cores_here, run_job
 from flagscale.bench.world import BenchWorld, detect
+from flagscale.cli_errors import guard
 from flagscale.errors import ConfigError
-from flagscale.guard import guard
 
 
 class Plan(Protocol):

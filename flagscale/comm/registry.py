@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from flagscale.accelerators.registry import accelerator, every
 from flagscale.comm.base import CommBackend, DeviceType, device_missing, missing_torch
+from flagscale.comm.fsccl_adapter import Fsccl
 from flagscale.comm.options import Option, OptionValues, parse
-from flagscale.comm.own import Fsccl
 from flagscale.comm.plugins import (
     DeviceMap,
     Flagcx,

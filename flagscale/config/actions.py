@@ -51,8 +51,8 @@ class Action(NamedTuple):
     """Names of ``OPTIONS``."""
 
 
-_LAUNCH = "flagscale.launch.actions"
-_PREVIEW = "flagscale.launch.preview"
+_LAUNCH = "flagscale.launcher.actions"
+_PREVIEW = "flagscale.launcher.preview"
 
 ACTIONS = {
     action.name: action

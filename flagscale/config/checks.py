@@ -30,8 +30,8 @@ from flagscale.config.arguments.parser import canonicalise
 from flagscale.config.arguments.pipeline import virtual_chunks
 from flagscale.config.arguments.registry import aliases, arguments, lookup, registry
 from flagscale.config.arguments.values import shown
+from flagscale.config.host_overrides import specific_notes
 from flagscale.config.schema import Experiment, Slurm
-from flagscale.config.specifics import specific_notes
 from flagscale.errors import Problem
 
 

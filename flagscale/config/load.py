@@ -27,18 +27,18 @@ from flagscale.config.experiment_reader import (
     read_runner,
     read_task,
 )
+from flagscale.config.host_overrides import (
+    read_specifics,
+    specific_problems,
+    with_absolute_paths,
+    without_arguments,
+)
 from flagscale.config.interpolation import referred
 from flagscale.config.overrides import SUBSECTIONS, TOP_LEVEL, sections_of
 from flagscale.config.pretrained import filled
 from flagscale.config.reader import Reader
 from flagscale.config.resolve import resolve
 from flagscale.config.sources import trace
-from flagscale.config.specifics import (
-    read_specifics,
-    specific_problems,
-    with_absolute_paths,
-    without_arguments,
-)
 from flagscale.config.tokenizers import too_few_tokens
 from flagscale.config.yaml_file import short
 from flagscale.errors import ConfigError, Problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from flagscale.config import harmless, schema
+from flagscale.config import per_host_allowlist, schema
 from flagscale.config.arguments import foreign, idle
 from flagscale.config.arguments.foreign_families import FAMILIES
 from flagscale.config.arguments.registry import arguments
@@ -191,7 +191,7 @@ def _alias_part() -> str:
 def _differing_part() -> str:
     rows = "\n".join(
         f"| `{name}` | {_cell(why)} | {group} |"
-        for group, members in harmless.GROUPS.items()
+        for group, members in per_host_allowlist.GROUPS.items()
         for name, why in members.items()
     )
     return f"{_DIFFERING}\n| key | why it is harmless | |\n|---|---|---|\n{rows}\n"

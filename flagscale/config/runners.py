@@ -9,9 +9,9 @@ RUNNERS = Registry(
     "flagscale.runners",
     "runner",
     {
-        "local": "flagscale.launch.runners.hosts:HostRunner",
-        "ssh": "flagscale.launch.runners.hosts:HostRunner",
-        "slurm": "flagscale.launch.runners.slurm.runner:SlurmRunner",
+        "local": "flagscale.launcher.runners.hosts:HostRunner",
+        "ssh": "flagscale.launcher.runners.hosts:HostRunner",
+        "slurm": "flagscale.launcher.runners.slurm.runner:SlurmRunner",
     },
 )
 DEFAULT = "ssh"

@@ -15,11 +15,11 @@ from flagscale.config.arguments.meshes import Meshes
 from flagscale.config.arguments.pipeline import layers_of_stages
 from flagscale.config.arguments.recompute import AUTO
 from flagscale.config.arguments.resolve import of_rank
-from flagscale.estimate import arithmetic, memory, work
+from flagscale.estimate import arithmetic, memory, op_times
 from flagscale.estimate.arithmetic import Layer, training
 from flagscale.estimate.memory import Held, Memory
+from flagscale.estimate.op_times import Both, Chip, Load
 from flagscale.estimate.pipeline import Passes, Played, play, warm_up
-from flagscale.estimate.work import Both, Chip, Load
 
 
 @dataclass(frozen=True)
@@ -162,17 +162,17 @@ def _stage(place: _Place, own: Namespace) -> Stage:
     if last:
         done[-1] += each * arithmetic.head_flops(own, place.vocabulary)
         done[-1] += each * arithmetic.further_flops(own, place.vocabulary)
-        passes[-1] += work.head(own, place.vocabulary) + work.further(own, place.vocabulary)
+        passes[-1] += op_times.head(own, place.vocabulary) + op_times.further(own, place.vocabulary)
     ranks = tp * own.context_parallel_size * place.replicas
     taken = memory.of_rank(own, place.vocabulary, held)
-    after = work.after(own, place.vocabulary, held)
+    after = op_times.after(own, place.vocabulary, held)
     layers = len(held.layers)
     return Stage(place.name, layers, ranks, taken, tuple(done), tuple(passes), after)
 
 
 def _passes(own: Namespace, chunk: Sequence[Layer]) -> Both:
     """Of a chunk's layers."""
-    each = [work.layer(own, one) for one in chunk]
+    each = [op_times.layer(own, one) for one in chunk]
     again = [one.forward for one in each[: _recomputed(own, len(chunk))]]
     return sum(each, Both()) + Both(backward=sum(again, Load()))
 

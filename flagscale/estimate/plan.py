@@ -22,12 +22,12 @@ from flagscale.config.placement import Placed, types_of_replicas
 from flagscale.config.schema import Experiment
 from flagscale.config.tokenizers import vocabulary as vocabulary_of
 from flagscale.errors import ConfigError
-from flagscale.estimate import kept, split
+from flagscale.estimate import cost_cache, split
 from flagscale.estimate.arithmetic import transformer
 from flagscale.estimate.forecast import Forecast, forecast
 from flagscale.estimate.memory import Memory
-from flagscale.estimate.timed import Timed, peaks_of
-from flagscale.estimate.work import Chip
+from flagscale.estimate.op_times import Chip
+from flagscale.estimate.step_time import Timed, peaks_of
 
 GIB = 2**30
 _USABLE = 0.95
@@ -123,7 +123,7 @@ class Estimate:
         if meshes is None:
             return None
         found = [
-            kept.read(kept.path_of(vars(self.args), meshes, index))
+            cost_cache.read(cost_cache.path_of(vars(self.args), meshes, index))
             for index in range(len(meshes.meshes))
         ]
         known = [one for one in found if one is not None]

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from flagscale.estimate.plan import Device, Estimate, memory_text
-from flagscale.estimate.timed import peaks_of, shown, unknown
+from flagscale.estimate.step_time import peaks_of, shown, unknown
 
 
 @dataclass(frozen=True)

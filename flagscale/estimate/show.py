@@ -12,9 +12,9 @@ from rich.table import Table
 
 from flagscale.estimate import replicas
 from flagscale.estimate.forecast import Stage
+from flagscale.estimate.notes import does_not_fit, unknown
 from flagscale.estimate.plan import GIB, Device, Estimate
-from flagscale.estimate.timed import Timed
-from flagscale.estimate.told import does_not_fit, unknown
+from flagscale.estimate.step_time import Timed
 
 _PARTS = {
     "weights": "weights",

@@ -17,7 +17,7 @@ from flagscale.config.arguments.meshes import Meshes, Stage
 from flagscale.estimate.arithmetic import mixtures
 from flagscale.estimate.costs import DENSE, MIXTURE, Cost, Costs
 from flagscale.estimate.pipeline import Passes, play, warm_up
-from flagscale.estimate.timed import shown
+from flagscale.estimate.step_time import shown
 
 _GIB = 2**30
 _EXHAUSTIVE = 4000

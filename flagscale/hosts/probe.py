@@ -228,7 +228,7 @@ def ask(*questions: str) -> list[str]:
     found = []
     for question in map(json.loads, questions):
         # Code that is yet to be copied here has nothing to answer.
-        if os.path.isfile(os.path.join(question["project"], "flagscale", "launch", "agent.py")):
+        if os.path.isfile(os.path.join(question["project"], "flagscale", "launcher", "agent.py")):
             told = [question["name"], answer(question, [sys.executable])]
             found.append(_told("answer", json.dumps(told)))
     return found

@@ -21,7 +21,7 @@ from flagscale.errors import BackendSourceError
 from flagscale.patching.archive import copy_tree, unpack
 from flagscale.patching.git import archive_commit
 from flagscale.patching.manifest import scan
-from flagscale.patching.registry import download_sdist
+from flagscale.patching.pypi import download_sdist
 from flagscale.patching.spec import BackendSpec, Layout
 
 KINDS = ("registry", "git", "path", "installed")

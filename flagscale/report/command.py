@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flagscale.errors import ConfigError
-from flagscale.launch.state import RunState
+from flagscale.launcher.state import RunState
 from flagscale.report.pages import write
 
 

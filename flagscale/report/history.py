@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flagscale.launch.layout import EARLIER_STATUS, STATUS_DIRECTORY, latest_status
-from flagscale.launch.state import RunState
+from flagscale.launcher.layout import EARLIER_STATUS, STATUS_DIRECTORY, latest_status
+from flagscale.launcher.state import RunState
 from flagscale.status import Event, read_events, status_files
 
 _NOT_FIGURES = {"step", "train_steps", "samples"}

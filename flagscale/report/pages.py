@@ -12,10 +12,10 @@ from pathlib import Path
 from flagscale.config.secrets import without_passwords
 from flagscale.files import write_atomic
 from flagscale.hosts.names import compress, folded
-from flagscale.launch.layout import OLD_OUTPUT_FILE, RANKS_DIRECTORY, Layout
-from flagscale.launch.liveness.diagnosis import Failure
-from flagscale.launch.snapshot import Phase
-from flagscale.launch.state import RunState
+from flagscale.launcher.layout import OLD_OUTPUT_FILE, RANKS_DIRECTORY, Layout
+from flagscale.launcher.liveness.diagnosis import Failure
+from flagscale.launcher.snapshot import Phase
+from flagscale.launcher.state import RunState
 from flagscale.report import curves
 from flagscale.report.frame import page
 from flagscale.report.html import Cell, Html, details, element, facts, join, section, table

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flagscale.errors import FlagscaleError
-from flagscale.launch import runs, snapshot
-from flagscale.launch.snapshot import Phase, Seen, Snapshot
-from flagscale.launch.state import RunState, latest
+from flagscale.launcher import runs, snapshot
+from flagscale.launcher.snapshot import Phase, Seen, Snapshot
+from flagscale.launcher.state import RunState, latest
 from flagscale.report import history, setting
 from flagscale.report.history import Attempt
 from flagscale.report.setting import Setting

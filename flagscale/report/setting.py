@@ -15,8 +15,8 @@ from flagscale.config.arguments.shares import is_on
 from flagscale.config.secrets import redact, redact_overrides
 from flagscale.errors import ConfigError
 from flagscale.files import read_json
-from flagscale.launch.layout import Layout
-from flagscale.launch.state import HostState, RunState
+from flagscale.launcher.layout import Layout
+from flagscale.launcher.state import HostState, RunState
 
 _PRECISIONS = ("fp16", "bf16")
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from flagscale.config.secrets import without_passwords
-from flagscale.launch.liveness.diagnosis import Failure
-from flagscale.launch.snapshot import Phase, Snapshot
-from flagscale.launch.state import RunState
+from flagscale.launcher.liveness.diagnosis import Failure
+from flagscale.launcher.snapshot import Phase, Snapshot
+from flagscale.launcher.state import RunState
 from flagscale.report.history import Attempt, step_of
 from flagscale.report.scale import number
 from flagscale.report.spikes import GRAD_NORM, LOSS, Rule, spikes

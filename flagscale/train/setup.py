@@ -25,6 +25,7 @@ from flagscale.train.distributed import Rank
 from flagscale.train.generation import Generator
 from flagscale.train.meshes.splitting import settle
 from flagscale.train.meter import Meter
+from flagscale.train.microbatch_balancer import Sharing
 from flagscale.train.models.base import spec_of
 from flagscale.train.models.config import transformer_config
 from flagscale.train.models.fast import notes
@@ -32,7 +33,6 @@ from flagscale.train.models.provider import parameters_of
 from flagscale.train.profiling import Profiler
 from flagscale.train.report import Reporter
 from flagscale.train.restart import go_on_from_own_checkpoints
-from flagscale.train.sharing import Sharing
 from flagscale.train.state import TrainState
 from flagscale.train.step import Stepper
 from flagscale.train.trainer import Trainer

@@ -23,12 +23,12 @@ from flagscale.train.layers.precision import weights_changed
 from flagscale.train.meshes.exchange import Exchange
 from flagscale.train.meshes.gradients import Finalize, collection
 from flagscale.train.meshes.groups import MeshGroups
+from flagscale.train.microbatch_balancer import Stopwatch
 from flagscale.train.models.base import spec_of
 from flagscale.train.models.documents import DocumentMasks
 from flagscale.train.profiling import Profiler
 from flagscale.train.readings import LOST, OVERFLOW, StepNumbers
 from flagscale.train.router_losses import RouterLosses
-from flagscale.train.sharing import Stopwatch
 from flagscale.train.state import TrainState
 from flagscale.train.tail import LeftOut
 

@@ -13,10 +13,10 @@ from flagscale.train.data.datasets import DataIterators
 from flagscale.train.generation import Generator
 from flagscale.train.layers.compiling import seconds_spent
 from flagscale.train.meter import Meter
+from flagscale.train.microbatch_balancer import Sharing
 from flagscale.train.norms import parameters_norm
 from flagscale.train.readings import Reading, Readings
 from flagscale.train.report import Reporter
-from flagscale.train.sharing import Sharing
 from flagscale.train.signals import Reason, StopRequest
 from flagscale.train.state import TrainState
 from flagscale.train.step import Stepper, gathered

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from needs import leave_out, need_program
+from support.needs import leave_out, need_program
 
 from bed.lab import Bed
 from bed.namespaces import why_not

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fsccl_ranks import Ranks, build_extension
-from gpu_groups import GPUS
+from support.fsccl_ranks import Ranks, build_extension
+from support.gpu_groups import GPUS
 
 
 @pytest.fixture(scope="module")

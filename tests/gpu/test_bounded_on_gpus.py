@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsccl_ranks import Ranks
-from gpu_groups import GPUS, GROUPS, Job, case
-from gpu_programs import MODEL, train_ranks
+from support.fsccl_ranks import Ranks
+from support.gpu_groups import GPUS, GROUPS, Job, case
+from support.gpu_programs import MODEL, train_ranks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from fsccl_ranks import Ranks
-from gpu_groups import GPUS, GROUPS, Job, case
+from support.fsccl_ranks import Ranks
+from support.gpu_groups import GPUS, GROUPS, Job, case
 
 pytestmark = [
     pytest.mark.gpu,

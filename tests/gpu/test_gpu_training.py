@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_programs import MODEL, PROGRAM, environment
-from layout_lab import write_short_documents
-from layout_models import SHORT_DOCUMENTS
+from support.gpu_programs import MODEL, PROGRAM, environment
+from support.layout_lab import write_short_documents
+from support.layout_models import SHORT_DOCUMENTS
 
 from flagscale.status import STATUS_DIR_VARIABLE, Event, read_events
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_programs import MODEL, train_ranks
+from support.gpu_programs import MODEL, train_ranks
 
 ADAPTED = importlib.util.find_spec("megatron.core.device") is not None
 

@@ -23,15 +23,14 @@ from flagscale.files import read_json, write_atomic, write_json
 from flagscale.hosts import processes
 from flagscale.hosts.hostfile import Host
 from flagscale.hosts.processes import Swept
-from flagscale.launch import snapshot
-from flagscale.launch.ending import Stopped, record_stop
-from flagscale.launch.planning.model import HostPlan, LaunchPlan, RunnerHandle
-from flagscale.launch.planning.script import render
-from flagscale.launch.preflight.checks import Check
-from flagscale.launch.preparing import unprobed_plan
-from flagscale.launch.runners.base import Prepared, Texts
-from flagscale.launch.snapshot import Seen, Snapshot
-from flagscale.launch.state import (
+from flagscale.launcher import snapshot
+from flagscale.launcher.plan_builder import unprobed_plan
+from flagscale.launcher.planning.model import HostPlan, LaunchPlan, RunnerHandle
+from flagscale.launcher.planning.script import render
+from flagscale.launcher.preflight.checks import Check
+from flagscale.launcher.runners.base import Prepared, Texts
+from flagscale.launcher.snapshot import Seen, Snapshot
+from flagscale.launcher.state import (
     RunState,
     alive_message,
     keep_plan,
@@ -39,6 +38,7 @@ from flagscale.launch.state import (
     start_lock,
     state_of,
 )
+from flagscale.launcher.stop_result import Stopped, record_stop
 
 WORKER = "worker"
 

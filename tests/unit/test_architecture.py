@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_lab import Lab
+from support.launch_lab import Lab
 
 PROJECT = Path(__file__).resolve().parents[2]
 LINES = 410
 SOURCES = (".py", ".sh", ".h", ".cpp", ".cu")
 
-# What each part may import, whenever it does: at the top, in a function, or for types alone.
+# The packages that each part may import, at the top of a module, in a function or for types alone.
 GROUND = {"errors", "files", "modules", "records", "registry", "status"}
 PARTS = {
-    **{name: set[str]() for name in ("errors", "files", "modules", "ratios", "status")},
-    "guard": {"errors"},
-    "commands": {"errors"},
+    **{name: set[str]() for name in ("errors", "files", "modules", "sample_statistics", "status")},
+    "cli_errors": {"errors"},
+    "subcommands": {"errors"},
     "records": {"errors", "files"},
     "registry": {"errors"},
     "accelerators": {"errors", "registry", "status"},
@@ -34,10 +34,10 @@ PARTS = {
     "estimate": {*GROUND, "accelerators", "config"},
     "hosts": {*GROUND, "accelerators", "checkpoints", "config"},
     "comm": {*GROUND, "accelerators"},
-    "launch": {
+    "launcher": {
         *GROUND,
         "accelerators",
-        "guard",
+        "cli_errors",
         "checkpoints",
         "config",
         "estimate",
@@ -53,36 +53,24 @@ PARTS = {
         "estimate",
         "comm",
     },
-    "report": {*GROUND, "config", "hosts", "launch"},
+    "report": {*GROUND, "config", "hosts", "launcher"},
     "bench": {
         *GROUND,
         "accelerators",
-        "guard",
-        "commands",
+        "cli_errors",
+        "subcommands",
         "hosts",
         "comm",
-        "ratios",
+        "sample_statistics",
         "report",
-    },
-    "traffic": {*GROUND, "guard", "commands", "hosts", "bench"},
-    "trials": {
-        *GROUND,
-        "accelerators",
-        "guard",
-        "hosts",
-        "comm",
-        "ratios",
-        "report",
-        "bench",
-        "traffic",
         "config",
-        "launch",
+        "launcher",
         "api",
     },
     "patching": GROUND,
-    "api": {*GROUND, "config", "launch", "report"},
-    "sweep": {*GROUND, "config", "launch", "api"},
-    "cli": {*GROUND, "guard", "config", "launch", "report", "bench", "traffic", "patching"},
+    "api": {*GROUND, "config", "launcher", "report"},
+    "sweep": {*GROUND, "config", "launcher", "api"},
+    "cli": {*GROUND, "cli_errors", "config", "launcher", "report", "bench", "patching"},
 }
 # What pages are made of, whatever they are of, and what of it each part takes.
 PAGES = {
@@ -93,25 +81,33 @@ PAGES = {
     "thin": {"scale"},
     "plot": {"html", "scale", "thin"},
 }
-# And inside launch: from a plan to what is done with it, never back.
+# Inside launcher: from a plan to what is done with it, never back.
 PLANNED = {"layout", "liveness", "planning"}
-LAUNCH = {
+LAUNCHER = {
     "layout": set[str](),
     "liveness": {"layout"},
     "agent": {"layout", "liveness", "notify"},
-    "ranks": set(),
+    "rank_processes": set(),
     "planning": {"layout", "liveness"},
     "state": PLANNED,
     "preflight": {*PLANNED, "state"},
-    "preparing": {*PLANNED, "state"},
+    "plan_builder": {*PLANNED, "state"},
     "snapshot": {*PLANNED, "state", "failures"},
-    "runners": {*PLANNED, "state", "preflight", "preparing", "snapshot", "failures", "ending"},
+    "runners": {
+        *PLANNED,
+        "state",
+        "preflight",
+        "plan_builder",
+        "snapshot",
+        "failures",
+        "stop_result",
+    },
 }
 HEAVY = {"torch", "megatron", "numpy"}
 TORCH = tuple(
     f"flagscale.{part}"
     for part in (
-        *("accelerators", "train", "comm", "bench", "trials"),
+        *("accelerators", "train", "comm", "bench"),
         *("checkpoints", "checkpoint_metadata"),
     )
 )
@@ -162,7 +158,7 @@ def test_every_part_has_its_place() -> None:
 
 @pytest.mark.parametrize(
     ("above", "allowed"),
-    [("flagscale", PARTS), ("flagscale.launch", LAUNCH), ("flagscale.report", PAGES)],
+    [("flagscale", PARTS), ("flagscale.launcher", LAUNCHER), ("flagscale.report", PAGES)],
 )
 def test_imports_point_one_way(above: str, allowed: dict[str, set[str]]) -> None:
     edges = _edges(above, set(allowed))
@@ -183,7 +179,7 @@ def test_training_takes_of_the_configuration_its_arguments_alone() -> None:
 def test_what_pages_are_made_of_knows_nothing_of_runs() -> None:
     made_of = {f"flagscale.report.{name}" for name in PAGES}
     taken = {one for name in made_of for one in GRAPH[name] if one.startswith("flagscale")}
-    measuring = {name for name in MODULES if _part(name, "flagscale") in ("bench", "trials")}
+    measuring = {name for name in MODULES if _part(name, "flagscale") == "bench"}
     taken |= {
         one for name in measuring for one in GRAPH[name] if _part(one, "flagscale") == "report"
     }
@@ -213,7 +209,7 @@ def test_only_one_part_knows(package: str, only: tuple[str, ...]) -> None:
 def test_what_supervises_ranks_needs_the_standard_library_alone() -> None:
     """So the agent starts fast, and in whatever Python trains."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); "
-    code += "import flagscale.launch.agent, flagscale.launch.ranks"
+    code += "import flagscale.launcher.agent, flagscale.launcher.rank_processes"
     subprocess.run([sys.executable, "-I", "-S", "-c", code, str(PROJECT)], check=True)
 
 
@@ -240,7 +236,7 @@ shown, sys.stdout = sys.stdout, sys.stderr
 print(json.dumps([opened, sorted(sys.modules)]), file=shown)
 """
 ACT = """\
-from flagscale.launch.entry import dispatch
+from flagscale.launcher.entry import dispatch
 assert dispatch(["--config-path", "conf", "--config-name", "lab", {words}]) == 0
 """
 LOAD = """\
@@ -248,7 +244,7 @@ from flagscale.config.load import load
 experiment = load(Path("conf"), "lab", []).experiment
 """
 PREPARE = """\
-from flagscale.launch.runners.base import runner_for
+from flagscale.launcher.runners.base import runner_for
 with runner_for(experiment).prepare(experiment, checking=True) as ready:
     assert ready.plan.hosts
 """

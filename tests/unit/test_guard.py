@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 WORK = """
 import os, sys
-from flagscale.guard import guard
+from flagscale.cli_errors import guard
 
 def tell():
     while True:

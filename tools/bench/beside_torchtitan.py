@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import gpu
 
 from flagscale.bench import machine
+from flagscale.cli_errors import guard
 from flagscale.errors import ConfigError, JobError
-from flagscale.guard import guard
 
 FLAVOR = """
 from dataclasses import replace

@@ -35,12 +35,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from flagscale.bench import machine
+from flagscale.cli_errors import guard
 from flagscale.config.arguments.flatten import flatten
 from flagscale.config.arguments.huggingface.models import arguments_of, effective, missing
 from flagscale.config.arguments.huggingface.reading import read_config
 from flagscale.config.arguments.registry import arguments
 from flagscale.errors import JobError
-from flagscale.guard import guard
 from flagscale.train.checkpoint.formats.base import Model
 from flagscale.train.checkpoint.formats.huggingface import HuggingFace
 from flagscale.train.checkpoint.formats.tables import entries

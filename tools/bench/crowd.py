@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.errors import JobError
-from flagscale.launch.liveness import secret
-from flagscale.launch.liveness.diagnosis import Failure, Report, Severity
-from flagscale.launch.liveness.messages import (
+from flagscale.launcher.liveness import secret
+from flagscale.launcher.liveness.diagnosis import Failure, Report, Severity
+from flagscale.launcher.liveness.messages import (
     Beat,
     EndAttempt,
     Ended,
@@ -32,8 +32,8 @@ from flagscale.launch.liveness.messages import (
     Position,
     Reported,
 )
-from flagscale.launch.liveness.network import Client, Ready, allow_files
-from flagscale.launch.liveness.options import AgentOptions
+from flagscale.launcher.liveness.network import Client, Ready, allow_files
+from flagscale.launcher.liveness.options import AgentOptions
 from flagscale.status import RUN_ID_VARIABLE
 
 _TURN_SECONDS = 0.02
@@ -155,7 +155,7 @@ def coordinator(
         "hosts": (f"h[0-{count}]",),
     }
     told = AgentOptions(**{**options, **changes})
-    command = [sys.executable, "-m", "flagscale.launch.agent", "--options", told.to_json()]
+    command = [sys.executable, "-m", "flagscale.launcher.agent", "--options", told.to_json()]
     command += ["--", "sleep", "3600"]
     given = {**os.environ, RUN_ID_VARIABLE: run_id, secret.VARIABLE: key}
     with (scratch / "output").open("wb") as output:

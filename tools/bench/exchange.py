@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "third_party" / "Megatron-LM"))
 
 from flagscale.bench import machine
-from flagscale.guard import guard
+from flagscale.cli_errors import guard
 
 FORWARD, BACKWARD = 0.055, 0.110
 """Seconds that 16 layers of Llama-3-8B take one H200 for 4,096 tokens at 600 TFLOP/s:

@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from flagscale.accelerators.cuda import Cuda
 from flagscale.bench import machine
+from flagscale.cli_errors import guard
 from flagscale.config.arguments.parser import parse_arguments
 from flagscale.config.arguments.resolve import resolve
 from flagscale.errors import ConfigError, JobError
 from flagscale.estimate.arithmetic import flops_per_token
-from flagscale.guard import guard
 from flagscale.status import STATUS_DIR_VARIABLE, Event, read_events
 
 PROJECT = Path(__file__).resolve().parents[2]

@@ -29,13 +29,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from flagscale.bench import machine
+from flagscale.cli_errors import guard
 from flagscale.config.arguments.parser import parse_arguments
 from flagscale.config.arguments.resolve import resolve
 from flagscale.errors import ConfigError, JobError
-from flagscale.estimate import kept
+from flagscale.estimate import cost_cache
 from flagscale.estimate.costs import DENSE
 from flagscale.estimate.split import Layers, Problem, best
-from flagscale.guard import guard
 from flagscale.status import STATUS_DIR_VARIABLE, read_events
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -234,7 +234,10 @@ class Trainings:
         given = [*self._model, "--train-iters", "1", *arguments.split()]
         args = resolve(parse_arguments(given), len(self._kinds))
         os.environ["XDG_CACHE_HOME"] = str(self._directory)
-        costs = [kept.read(kept.path_of(vars(args), args.meshes, index)) for index in range(2)]
+        costs = [
+            cost_cache.read(cost_cache.path_of(vars(args), args.meshes, index))
+            for index in range(2)
+        ]
         known = tuple(one.costs for one in costs if one is not None)
         if len(known) < len(costs):
             raise JobError("training has kept no times")

@@ -27,8 +27,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from flagscale.bench import machine
+from flagscale.cli_errors import guard
 from flagscale.errors import JobError
-from flagscale.guard import guard
 from flagscale.status import Event, read_events
 
 PROJECT = Path(__file__).resolve().parents[2]

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "third_party" / "Megatron-LM"))
 
 from flagscale.bench import machine
+from flagscale.cli_errors import guard
 from flagscale.errors import JobError
-from flagscale.guard import guard
 
 PROJECT = Path(__file__).resolve().parents[2]
 PROGRAM = PROJECT / "flagscale" / "train" / "train_gpt.py"

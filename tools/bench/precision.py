@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu import program
 
 from flagscale.bench import machine
+from flagscale.cli_errors import guard
 from flagscale.errors import ConfigError
-from flagscale.guard import guard
-from flagscale.ratios import Ratio, paired_ratio
+from flagscale.sample_statistics import Ratio, paired_ratio
 
 MODEL = """
 --num-layers 12 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 16

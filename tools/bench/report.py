@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from flagscale.bench import machine
 from flagscale.config.schema import PROJECT
 from flagscale.files import write_json
-from flagscale.launch.layout import EXIT_FILE, Layout, status_directory
-from flagscale.launch.planning.model import RunnerHandle
-from flagscale.launch.state import HostState, RunState
+from flagscale.launcher.layout import EXIT_FILE, Layout, status_directory
+from flagscale.launcher.planning.model import RunnerHandle
+from flagscale.launcher.state import HostState, RunState
 
 _BEGAN = 1_790_000_000.0
 _SECONDS_A_STEP = 0.5

@@ -30,12 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from flagscale.bench import machine
-from flagscale.guard import guard
-from flagscale.launch.layout import Layout
+from flagscale.cli_errors import guard
+from flagscale.launcher.layout import Layout
 from flagscale.status import read_events
 
 if TYPE_CHECKING:
-    from slurm_lab import SlurmLab  # type: ignore[import-not-found]
+    from support.slurm_lab import SlurmLab  # type: ignore[import-not-found]
 
 MORE = 1.0
 """Seconds that the launcher may take more than srun by hand."""
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=6, help="of both, %(default)s")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
-    from slurm_lab import cluster
+    from support.slurm_lab import cluster
 
     facts = machine.facts("flagscale")
     with cluster() as made:
@@ -95,7 +95,7 @@ def by_launcher(lab: SlurmLab) -> float:
 
 def by_srun(lab: SlurmLab) -> float:
     """The same of a script that somebody might write."""
-    from launch_lab import until  # type: ignore[import-not-found]
+    from support.launch_lab import until  # type: ignore[import-not-found]
 
     out = lab.root / "by_hand"
 

@@ -226,7 +226,7 @@ def _children_cpu() -> float:
 def open_bench(hosts: int) -> Iterator[Bench]:
     sys.path.insert(0, str(PROJECT / "tests"))
     from bed.lab import Bed  # type: ignore[import-not-found]
-    from ssh_lab import ssh_lab  # type: ignore[import-not-found]
+    from support.ssh_lab import ssh_lab  # type: ignore[import-not-found]
 
     with tempfile.TemporaryDirectory() as directory:
         top, shared = Path(directory) / "bed", Path(directory) / "shared"

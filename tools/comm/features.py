@@ -37,7 +37,7 @@ from torch import Tensor, nn  # noqa: E402
 
 import flagscale.comm.fsccl  # noqa: E402
 from flagscale.bench.machine import facts  # noqa: E402
-from flagscale.ratios import median_ratio  # noqa: E402
+from flagscale.sample_statistics import median_ratio  # noqa: E402
 
 RANKS = 4
 BACKENDS = ("gloo", "fsccl")

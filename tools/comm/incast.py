@@ -23,8 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from flagscale.cli_errors import guard
 from flagscale.errors import JobError
-from flagscale.guard import guard
 
 PROJECT = Path(__file__).resolve().parents[2]
 TESTS = PROJECT / "tests" / "unit" / "fsccl" / "datagram"

@@ -12,8 +12,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from flagscale.bench.files import read_object
+from flagscale.cli_errors import guard
 from flagscale.comm.fsccl.tune import Timing, best
-from flagscale.guard import guard
 from flagscale.report.figure import Line, require_image, write_panels
 
 _DESCRIPTION = "Draw the times of NCCL and of fsccl's NVLink engine over the size of messages."

@@ -26,12 +26,12 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from flagscale.accelerators.device import Device
-from flagscale.bench.collectives.bodies import Shape, assemble, build
+from flagscale.bench.collectives.cli import read_specs
+from flagscale.bench.collectives.collective_calls import Shape, assemble, build
 from flagscale.bench.collectives.devices import RankGroup
-from flagscale.bench.collectives.launch import read_specs
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.collectives.timing import measure
-from flagscale.ratios import median_ratio
+from flagscale.sample_statistics import median_ratio
 
 LIMIT = 1.03
 

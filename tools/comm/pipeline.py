@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from flagscale.bench.pipeline.launch import main
+from flagscale.bench.pipeline.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -29,8 +29,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from flagscale.bench import machine
+from flagscale.cli_errors import guard
 from flagscale.errors import ConfigError, JobError
-from flagscale.guard import guard
 
 PROJECT = Path(__file__).resolve().parents[2]
 TESTS = PROJECT / "tests" / "unit" / "fsccl" / "core"

@@ -147,7 +147,7 @@ def traffic(bed: Any, options: argparse.Namespace) -> Iterator[None]:
 
 def summary(found: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Of each size and arm the percentiles, with ratios to the first arm."""
-    from flagscale.ratios import median_ratio, percentile
+    from flagscale.sample_statistics import median_ratio, percentile
 
     rows = []
     for size in options.sizes:
@@ -176,7 +176,7 @@ def _tail_ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, flo
     """Of two p99, with a 95 % interval by the bootstrap over blocks of ten turns."""
     import random
 
-    from flagscale.ratios import percentile
+    from flagscale.sample_statistics import percentile
 
     draw = random.Random(0)
     blocks = [range(i, min(i + 10, len(above))) for i in range(0, len(above), 10)]
@@ -193,7 +193,7 @@ def _tail_ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, flo
 
 def _shares(counts: list[dict[str, float]]) -> dict[str, float]:
     """Of the operations that were measured: what was excluded, on average and at most of 99."""
-    from flagscale.ratios import percentile
+    from flagscale.sample_statistics import percentile
 
     last, first = counts[-1], counts[0]
     grown = {name: last[name] - first[name] for name in COUNTS}

@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from flagscale.cli_errors import guard
 from flagscale.errors import ConfigError, FlagscaleError
-from flagscale.guard import guard
 
 PROJECT = Path(__file__).resolve().parents[2]
 PARTS = ("flagscale", "pyproject.toml", "setup.py", "README.md", "LICENSE")

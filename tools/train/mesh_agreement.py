@@ -79,9 +79,8 @@ def misses(rows: Sequence[Row]) -> Iterator[Miss]:
 
 def measure(steps: int, rate: float, pattern: str) -> list[Row]:
     """Train the layouts whose names hold ``pattern``, and what they are compared with."""
-    import layout_cases as layouts  # type: ignore[import-not-found]
-    import layout_lab  # type: ignore[import-not-found]
-    import layout_meshes  # type: ignore[import-not-found]
+    from support import layout_cases as layouts  # type: ignore[import-not-found]
+    from support import layout_lab, layout_meshes
 
     alone = {case.name: case for case in (*layouts.REFERENCES, *layouts.CASES) if case.world == 1}
     every = [case for case in layouts.CASES if case.name in OF_LIKE_RANKS]

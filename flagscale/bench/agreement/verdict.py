@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flagscale.ratios import Ratio
 from flagscale.report.figure import Line, write_panels
+from flagscale.sample_statistics import Ratio
 
 Verdict = Literal["agrees", "differs", "unsure"]
 _EXACT = 1e-9

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from flagscale.accelerators.device import Device
-from flagscale.bench.collectives.bodies import Part, PreparedBuffers, Shape
+from flagscale.bench.collectives.collective_calls import Part, PreparedBuffers, Shape
 from flagscale.bench.collectives.devices import RankGroup
 from flagscale.bench.collectives.spec import BenchSpec, Case, CheckMode
 

@@ -16,7 +16,7 @@ from typing import Any
 from flagscale.bench.files import read_text
 from flagscale.errors import ConfigError
 from flagscale.files import write_atomic
-from flagscale.ratios import Ratio
+from flagscale.sample_statistics import Ratio
 
 GB = 1e9
 GIB = 2**30

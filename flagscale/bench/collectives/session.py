@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from flagscale.accelerators.device import Device
-from flagscale.bench.collectives import bodies, checks, patterns
-from flagscale.bench.collectives.bodies import PreparedBuffers, Shape, prepare, release
+from flagscale.bench.collectives import checks, collective_calls, patterns
+from flagscale.bench.collectives.collective_calls import PreparedBuffers, Shape, prepare, release
 from flagscale.bench.collectives.devices import RankGroup, form, probe_copies
 from flagscale.bench.collectives.records import Row
 from flagscale.bench.collectives.spec import Average, BenchSpec, Case
@@ -20,7 +20,7 @@ from flagscale.bench.collectives.timing import Measured, gatherings, measure
 from flagscale.bench.collectives.watch import Watch
 from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
-from flagscale.ratios import paired_ratio, percentile
+from flagscale.sample_statistics import paired_ratio, percentile
 
 Limits = tuple[float | None, float | None]
 """The nominal and the measured limit of the bus bandwidth, in 1e9 bytes a second."""
@@ -61,7 +61,10 @@ class Session:
         cases = list(spec.cases(groups[0].size))
         # Everything that can be wrong with the counts shows before the first measurement.
         said = [
-            n for c in cases for s in spec.sizes for n in bodies.shapes(c, s, groups[0], spec)[1]
+            n
+            for c in cases
+            for s in spec.sizes
+            for n in collective_calls.shapes(c, s, groups[0], spec)[1]
         ]
         for note in dict.fromkeys(said):
             listener.say(f"note: {note}")
@@ -103,14 +106,14 @@ class Session:
     ) -> None:
         sizes: dict[int, int] = {}
         for size in (0,) if cases[0].operation.name == "barrier" else spec.sizes:
-            shapes = bodies.shapes(cases[0], size, groups[0], spec)[0]
+            shapes = collective_calls.shapes(cases[0], size, groups[0], spec)[0]
             # Small sizes may be cut to the same one.
             sizes.setdefault(sum(shape.elements for shape in shapes), size)
         listener.series(cases, len(sizes), len(groups))
         for size in sizes.values():
             rows: list[Row] = []
             for case in cases:
-                shapes = bodies.shapes(case, size, groups[0], spec)[0]
+                shapes = collective_calls.shapes(case, size, groups[0], spec)[0]
                 blank = _blank_row(case, shapes, groups[0])
                 rows += _Size(self, spec, case, blank, groups, listener).rows(shapes)
             listener.rows([_against_limits(row, limits) for row in rows])
@@ -229,7 +232,7 @@ class _Size:
         for prepared, first, own in zip(self.ready, self.checked, turns, strict=True):
             second = checks.check(self.case, prepared, session.device, self.spec)
             group, shows = prepared.group, self.spec.output.show_algorithm
-            algorithm = bodies.algorithm(group, session.device) if shows else "n/a"
+            algorithm = collective_calls.algorithm(group, session.device) if shows else "n/a"
             report = Report(group.member, group.ranks, tuple(own), (first, second), algorithm)
             reports.append(session.gather(report))
         return reports

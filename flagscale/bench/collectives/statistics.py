@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flagscale.errors import ConfigError
-from flagscale.ratios import percentile
+from flagscale.sample_statistics import percentile
 
 _NAME = re.compile(r"avg|min|max|p(?:100|\d{1,2}(?:\.\d+)?)")
 _FEW = 100

@@ -10,7 +10,7 @@ from typing import Protocol
 from flagscale.bench.collectives.records import GB, GIB, Row
 from flagscale.bench.collectives.spec import BandwidthUnit, BenchSpec
 from flagscale.bench.collectives.statistics import Statistic
-from flagscale.ratios import Ratio
+from flagscale.sample_statistics import Ratio
 
 _GAP = "    "
 

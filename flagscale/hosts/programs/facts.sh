@@ -99,7 +99,7 @@ for pid in "${pids[@]}"; do
 done
 
 if [[ -n ${thorough-} ]]; then
-    [[ -e $project/flagscale/launch/agent.py ]] && say project yes
+    [[ -e $project/flagscale/launcher/agent.py ]] && say project yes
     absent=()
     for number in "${!needed[@]}"; do
         [[ -e ${needed[number]} ]] || absent+=("$number")

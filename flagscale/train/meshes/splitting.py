@@ -12,7 +12,7 @@ import torch.distributed as dist
 from flagscale.config.arguments.meshes import Meshes, chosen_for_us, with_layers
 from flagscale.config.arguments.resolve import of_rank
 from flagscale.config.arguments.vocabulary import padded_vocabulary
-from flagscale.estimate import kept, split
+from flagscale.estimate import cost_cache, split
 from flagscale.train import distributed
 from flagscale.train.device import Device
 from flagscale.train.meshes.groups import MeshGroups
@@ -59,7 +59,7 @@ def _with_layers(
     tell: Callable[[str], None],
 ) -> Meshes:
     """The meshes with the layers by which a step is shortest."""
-    sequences = [kept.sequences(meshes, mesh) for mesh in meshes.meshes]
+    sequences = [cost_cache.sequences(meshes, mesh) for mesh in meshes.meshes]
     costs = costs_of(
         args,
         meshes,

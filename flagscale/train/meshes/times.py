@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from flagscale.config.arguments.meshes import Meshes
-from flagscale.estimate import kept
+from flagscale.estimate import cost_cache
 from flagscale.estimate.costs import Costs, slowest
 from flagscale.train.device import Device
 from flagscale.train.meshes.measuring import measure
@@ -54,7 +54,8 @@ def costs_of(
     origins = of_all(_origin(vocabulary, device))
     origins = [origins[meshes.first_rank(index)] for index in range(len(meshes.meshes))]
     paths = [
-        kept.path_with(vars(args), meshes, index, most) for index, most in enumerate(sequences)
+        cost_cache.path_with(vars(args), meshes, index, most)
+        for index, most in enumerate(sequences)
     ]
     known: tuple[Costs, ...] | None = shared(lambda: _read(paths, origins))
     if known is not None:
@@ -67,7 +68,7 @@ def costs_of(
         found.append(slowest(every[first : first + mesh.ranks]))
         if dist.get_rank() == 0:
             today = datetime.now(timezone.utc).date().isoformat()
-            kept.write(paths[index], kept.Kept(found[-1], origins[index], today))
+            cost_cache.write(paths[index], cost_cache.Kept(found[-1], origins[index], today))
     return tuple(found)
 
 
@@ -85,7 +86,7 @@ def _origin(vocabulary: int, device: Device) -> dict[str, str]:
 def _read(paths: Sequence[Any], origins: Sequence[Mapping[str, str]]) -> tuple[Costs, ...] | None:
     found = []
     for path, origin in zip(paths, origins, strict=True):
-        one = kept.read(path)
+        one = cost_cache.read(path)
         if one is None or one.origin != origin:
             return None
         found.append(one.costs)

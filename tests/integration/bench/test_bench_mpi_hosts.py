@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from bed.lab import Bed
-from needs import need_program
+from support.needs import need_program
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOLS = ROOT / "tools" / "comm"

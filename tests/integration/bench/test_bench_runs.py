@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from needs import need_program
+from support.needs import need_program
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = ROOT / "tools" / "comm" / "bench.py"

@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from foreign_cases import start_and_compare  # noqa: F401 - a case, found by its name
-from forked_ranks import Record, forget_layout, run_world
+from support.forked_ranks import Record, forget_layout, run_world
 
 RESULTS: dict[str, Any] = {}
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import megatron_files
 import torch
-from foreign_models import FURTHER, MODELS, TOKENS, save
 from integration.checkpoint.checkpoint_lab import Lab
+from support import megatron_files
+from support.foreign_models import FURTHER, MODELS, TOKENS, save
 
 from flagscale.config.arguments.flatten import flatten
 from flagscale.config.arguments.huggingface.models import missing

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from chat_files import talk, write_lines, write_model, write_talks
-from foreign_models import TOKENS, logits, save
 from safetensors.torch import load_file, save_file
+from support.chat_files import talk, write_lines, write_model, write_talks
+from support.foreign_models import TOKENS, logits, save
 
 from flagscale.checkpoints import Checkpoints
 from flagscale.config.arguments.adapters import targets_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from integration.checkpoint.checkpoint_lab import DO, LAYOUTS, STEPS, Lab, Layout, case, names
-from needs import why_no_compiler
+from support.needs import why_no_compiler
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_models import save
-from full_disk import fill, small_disk
+from support.foreign_models import save
+from support.full_disk import fill, small_disk
 
 from flagscale.checkpoint_metadata import read_metadata
 from flagscale.errors import CheckpointError

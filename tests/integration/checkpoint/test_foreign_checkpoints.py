@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_models import FURTHER, MODELS, logits, save
 from integration.checkpoint.foreign_lab import CASES, LOADED, UNLIKE, Made, argv
 from safetensors.torch import load_file, save_file
+from support.foreign_models import FURTHER, MODELS, logits, save
 
 from flagscale import registry
 from flagscale.config.arguments.huggingface.reading import read_config

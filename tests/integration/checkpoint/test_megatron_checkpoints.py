@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import megatron_files
 import pytest
 import torch
-from foreign_models import save
+from support import megatron_files
+from support.foreign_models import save
 from torch.distributed import checkpoint as dcp
 
 from flagscale.checkpoint_metadata import read_metadata

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_models import save
+from support.foreign_models import save
 from torch.distributed import checkpoint as dcp
 
 from flagscale.checkpoint_metadata import read_metadata

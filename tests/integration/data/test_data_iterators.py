@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_files import write_talks, write_tokenizer
+from support.chat_files import write_talks, write_tokenizer
 
 from flagscale.errors import DataError
 from flagscale.train.data.preprocess import Job, run

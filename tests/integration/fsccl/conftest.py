@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fsccl_ranks import Ranks, build_extension
-from needs import need
+from support.fsccl_ranks import Ranks, build_extension
+from support.needs import need
 
 
 @pytest.fixture(scope="session")

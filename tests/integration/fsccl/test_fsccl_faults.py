@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fsccl_ranks import ROOT, SLACK, survivors_say
+from support.fsccl_ranks import ROOT, SLACK, survivors_say
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from bed.lab import Bed
 from bed.plugin import need_bed
-from fsccl_hosts import HostRanks
+from support.fsccl_hosts import HostRanks
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from bed.lab import Bed
 from bed.plugin import need_bed
-from fsccl_hosts import FIRST_PORT, HostRanks
-from fsccl_ranks import ROOT, replies
+from support.fsccl_hosts import FIRST_PORT, HostRanks
+from support.fsccl_ranks import ROOT, replies
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 

@@ -60,7 +60,7 @@ import torch, torch.distributed as dist
 from flagscale.bench.collectives.operations import data_type
 from flagscale.bench.collectives.devices import choose
 from flagscale.bench.collectives.devices import RankGroup
-from flagscale.bench.pipeline.rank import Call
+from flagscale.bench.pipeline.worker import Call
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for operation in ("all_gather", "reduce_scatter", "all_reduce"):
     group = RankGroup("gloo", (0,), 0, dist.group.WORLD)

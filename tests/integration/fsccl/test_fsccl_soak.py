@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fsccl_ranks import ROOT
+from support.fsccl_ranks import ROOT
 
 pytestmark = pytest.mark.torch
 SOAK = ROOT / "tools" / "comm" / "soak.py"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from bed.lab import Bed
 from bed.plugin import need_bed
-from fsccl_hosts import HostRanks
-from fsccl_ranks import ROOT, replies
+from support.fsccl_hosts import HostRanks
+from support.fsccl_ranks import ROOT, replies
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 

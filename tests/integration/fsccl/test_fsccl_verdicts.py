@@ -8,7 +8,7 @@ import signal
 from typing import Any
 
 import pytest
-from fsccl_ranks import SLACK, survivors_say
+from support.fsccl_ranks import SLACK, survivors_say
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 

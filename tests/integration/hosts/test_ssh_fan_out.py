@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from bed.lab import Bed
-from ssh_hosts import fan_out, outcomes_of
+from support.ssh_hosts import fan_out, outcomes_of
 
 from flagscale.errors import JobError
 from flagscale.hosts import errors as e

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 import pytest
 from bed.host import Host, HostProcess
 from bed.lab import Bed
-from ssh_hosts import connect, fan_out
+from support.ssh_hosts import connect, fan_out
 
 from flagscale.errors import FlagscaleError
 from flagscale.hosts import errors as e

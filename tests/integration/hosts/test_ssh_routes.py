@@ -16,9 +16,9 @@ import pytest
 from bed.host import Host
 from bed.keys import write_key
 from bed.lab import HUB_ADDRESS, Bed
-from launch_lab import until
 from paramiko.common import MSG_CHANNEL_DATA
-from ssh_hosts import connect, fan_out
+from support.launch_lab import until
+from support.ssh_hosts import connect, fan_out
 
 from flagscale.hosts import errors as e
 from flagscale.hosts.ssh.dial import Dialer, DialOptions

@@ -9,8 +9,8 @@ import signal
 
 import pytest
 from bed.lab import Bed
-from launch_lab import until
-from ssh_hosts import connect
+from support.launch_lab import until
+from support.ssh_hosts import connect
 
 from flagscale.hosts import errors as e
 from flagscale.hosts.ssh.connection import Connection

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, opened
-from launch_lab import PROJECT, Lab
-from report_lab import lay, steps
+from support.browser import Browser, opened
+from support.launch_lab import PROJECT, Lab
+from support.report_lab import lay, steps
 
 from flagscale.bench.collectives.curves import Curve, Point
 from flagscale.bench.collectives.records import Row

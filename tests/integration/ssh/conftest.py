@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from bed.lab import Bed
-from ssh_lab import SshLab, ssh_lab
+from support.ssh_lab import SshLab, ssh_lab
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from bed.host import Host
-from launch_lab import free_port, until
-from liveness_lab import TOY
-from ssh_lab import PROJECT, SshLab, bystanders, sleepers
+from support.launch_lab import free_port, until
+from support.liveness_lab import TOY
+from support.ssh_lab import PROJECT, SshLab, bystanders, sleepers
 
-from flagscale.launch.layout import EXIT_FILE, LIVENESS_FILE
+from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE
 
 pytestmark = pytest.mark.integration
 
@@ -101,7 +101,7 @@ def test_a_link_that_comes_back_in_time_is_forgiven(lab: SshLab) -> None:
 @pytest.mark.parametrize("victim", ["h00", "h01"])
 def test_a_killed_agent(lab: SshLab, victim: str) -> None:
     others = start(lab, runner=QUICK)
-    os.kill(process(lab, lab.bed[victim], "flagscale.launch.agent"), signal.SIGKILL)
+    os.kill(process(lab, lab.bed[victim], "flagscale.launcher.agent"), signal.SIGKILL)
     clean(lab, others)
     failure = lab.query()["failure"]
     assert (failure["host"], failure["rank"]) == (victim, None)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from launch_lab import until
-from ssh_lab import SshLab
+from support.launch_lab import until
+from support.ssh_lab import SshLab
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 

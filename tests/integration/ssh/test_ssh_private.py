@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from bed.lab import Bed
-from launch_lab import PROJECT, until
-from ssh_lab import SshLab, ssh_lab
+from support.launch_lab import PROJECT, until
+from support.ssh_lab import SshLab, ssh_lab
 
 pytestmark = [
     pytest.mark.integration,

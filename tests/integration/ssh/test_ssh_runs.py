@@ -10,8 +10,8 @@ import sys
 import time
 
 import pytest
-from launch_lab import PROJECT, remove
-from ssh_lab import SshLab, bystanders, sleepers
+from support.launch_lab import PROJECT, remove
+from support.ssh_lab import SshLab, bystanders, sleepers
 
 pytestmark = pytest.mark.integration
 

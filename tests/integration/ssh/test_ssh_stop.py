@@ -6,9 +6,9 @@ import os
 import signal
 
 import pytest
-from ssh_lab import STEADY, SshLab
+from support.ssh_lab import STEADY, SshLab
 
-from flagscale.launch.layout import Layout
+from flagscale.launcher.layout import Layout
 
 pytestmark = pytest.mark.integration
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from bed.lab import Bed
-from launch_lab import until
-from ssh_lab import SshLab, ssh_lab
-from training_lab import PROGRAM, Step, losses, sections
+from support.launch_lab import until
+from support.ssh_lab import SshLab, ssh_lab
+from support.training_lab import PROGRAM, Step, losses, sections
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 

@@ -10,10 +10,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from launch_lab import until
-from ssh_lab import STEADY, SshLab, bystanders, sleepers
+from support.launch_lab import until
+from support.ssh_lab import STEADY, SshLab, bystanders, sleepers
 
-from flagscale.launch.failures import job_record
+from flagscale.launcher.failures import job_record
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 

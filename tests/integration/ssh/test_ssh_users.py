@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from bed.host import Host
-from launch_lab import PROJECT, until
-from ssh_lab import SshLab
+from support.launch_lab import PROJECT, until
+from support.ssh_lab import SshLab
 
 from flagscale.train.checkpoint.store import CheckpointStore
 

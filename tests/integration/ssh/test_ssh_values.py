@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from bed.lab import Bed
-from launch_lab import until
-from ssh_lab import SshLab, ssh_lab
+from support.launch_lab import until
+from support.ssh_lab import SshLab, ssh_lab
 
 pytestmark = pytest.mark.integration
 

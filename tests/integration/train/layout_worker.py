@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from forked_ranks import Record, forget_layout, run_world
+from support.forked_ranks import Record, forget_layout, run_world
 
 
 def main() -> None:

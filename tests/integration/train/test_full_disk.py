@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from full_disk import fill, small_disk
 from integration.train.test_train_gpt import Job
+from support.full_disk import fill, small_disk
 
 from flagscale.config.arguments.parser import parse_arguments
 from flagscale.status import Event, StatusWriter, read_events

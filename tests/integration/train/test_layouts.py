@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from layout_cases import (
+from support.layout_cases import (
     APART_CASES,
     CASES,
     EXAMPLES,
@@ -25,10 +25,10 @@ from layout_cases import (
     example,
     is_slow,
 )
-from layout_lab import WORKER, train, write_short_documents
-from layout_meshes import DROPPED, MESHES
-from layout_models import APART, COMPILED, LLAMA, OVERLAP, SHORT_DOCUMENTS, Case
-from needs import why_no_compiler
+from support.layout_lab import WORKER, train, write_short_documents
+from support.layout_meshes import DROPPED, MESHES
+from support.layout_models import APART, COMPILED, LLAMA, OVERLAP, SHORT_DOCUMENTS, Case
+from support.needs import why_no_compiler
 
 from flagscale.config.arguments.parser import parse_arguments
 from flagscale.config.arguments.resolve import resolve

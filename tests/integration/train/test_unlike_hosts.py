@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flagscale.config import harmless
+from flagscale.config import per_host_allowlist
 from flagscale.status import read_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
@@ -171,7 +171,7 @@ def make_data(root: Path) -> None:
 
 
 def test_every_argument_that_may_differ_is_trained_unlike() -> None:
-    assert set(UNLIKE) == set(harmless.ARGUMENTS)
+    assert set(UNLIKE) == set(per_host_allowlist.ARGUMENTS)
     assert all(first != second for first, second in UNLIKE.values())
 
 
@@ -208,7 +208,7 @@ def test_without_another_kernel_every_bit_is_equal(results: Results) -> None:
 
 
 def test_an_argument_that_is_not_on_the_list_shows(results: Results) -> None:
-    assert not REFUSED.keys() & harmless.ARGUMENTS.keys()
+    assert not REFUSED.keys() & per_host_allowlist.ARGUMENTS.keys()
     first, second = (results.weights("dp2-corrupt", rank) for rank in (0, 1))
     assert [key for key in first if np.array_equal(first[key], second[key])] == []
 

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from forked_ranks import Record, run_world
+from support.forked_ranks import Record, run_world
 
 from flagscale.status import STATUS_DIR_VARIABLE, read_events
 
@@ -44,7 +44,7 @@ def run_rank(case: dict[str, Any]) -> Iterator[Record]:
     """The life of a rank."""
     import numpy as np
 
-    from flagscale.train import setup, sharing, train_gpt
+    from flagscale.train import microbatch_balancer, setup, train_gpt
 
     rank = int(os.environ["RANK"])
     status = Path(case["directory"]) / "status"
@@ -59,7 +59,9 @@ def run_rank(case: dict[str, Any]) -> Iterator[Record]:
 
     setup.prepare = kept
     if case["slow"] and rank == 1:
-        sharing.time = SimpleNamespace(perf_counter_ns=lambda: 10 * time.perf_counter_ns())
+        microbatch_balancer.time = SimpleNamespace(
+            perf_counter_ns=lambda: 10 * time.perf_counter_ns()
+        )
     if case["stop"] and rank == 1:
         threading.Thread(target=stop_at_step_3, args=(status,), daemon=True).start()
     code = train_gpt.main(case["argv"][rank])

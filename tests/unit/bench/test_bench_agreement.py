@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from flagscale.bench.agreement import definitions, nccl
-from flagscale.bench.agreement.launch import main
+from flagscale.bench.agreement.cli import main
 from flagscale.bench.agreement.nccl import DATA_TYPES
 from flagscale.bench.agreement.verdict import Pair, conclusion, table
 from flagscale.bench.collectives.operations import DATA_TYPES as OURS
 from flagscale.bench.collectives.operations import OPERATIONS
 from flagscale.bench.collectives.sizes import fit
 from flagscale.errors import ConfigError
-from flagscale.ratios import Ratio
+from flagscale.sample_statistics import Ratio
 
 # What nccl-tests printed on eight GPUs: operation, size, microseconds, algbw, busbw.
 _PRINTED = [

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_lines import parse_spec
+from support.bench_lines import parse_spec
 
 from flagscale.bench.collectives import curves, records
-from flagscale.bench.collectives.launch import Bench, read_specs
+from flagscale.bench.collectives.cli import Bench, read_specs
 from flagscale.bench.collectives.records import Row, write_csv
 from flagscale.bench.collectives.spec import Batch, BenchSpec
 from flagscale.bench.collectives.watch import Beat, explain
 from flagscale.bench.placement import require_own
 from flagscale.bench.spawn import cores_here
 from flagscale.errors import ConfigError
-from flagscale.ratios import Ratio
+from flagscale.sample_statistics import Ratio
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from bench_lines import parse_spec
+from support.bench_lines import parse_spec
 
 from flagscale.accelerators.device import Device
-from flagscale.bench.collectives import bodies, checks
-from flagscale.bench.collectives.bodies import Shape
+from flagscale.bench.collectives import checks, collective_calls
 from flagscale.bench.collectives.checks import CHUNK, Golden, Verdict, digest, pieces
+from flagscale.bench.collectives.collective_calls import Shape
 from flagscale.bench.collectives.devices import RankGroup
 from flagscale.bench.collectives.spec import Case
 
@@ -82,8 +82,8 @@ def test_any_order_of_additions_is_within_the_tolerance(reduction: str, type_: s
         assert golden.verify(part) == Verdict()
 
 
-def _part(line: str, elements: int, group: RankGroup) -> bodies.Part:
-    return bodies.build(_case(line), Shape(elements, elements, elements), group, CPU)
+def _part(line: str, elements: int, group: RankGroup) -> collective_calls.Part:
+    return collective_calls.build(_case(line), Shape(elements, elements, elements), group, CPU)
 
 
 @pytest.mark.parametrize("type_", ["uint8", "int8", "int32", "int64", "uint32", "fp16", "fp32"])
@@ -139,7 +139,7 @@ def test_all_ones_sum_to_the_number_of_ranks() -> None:
 def test_what_each_output_must_hold(line: str, index: int, expected: list[Any]) -> None:
     spec = parse_spec([*line.split(), "-b", "8", "-e", "8"])
     case, group = _case(line), _group(index)
-    shape = bodies.shapes(case, 8, group, spec)[0][0]
+    shape = collective_calls.shapes(case, 8, group, spec)[0][0]
     found = [(p.start, p.length, p.source, p.source_start) for p in pieces(case, shape, group)]
     assert found == expected
 
@@ -148,7 +148,7 @@ def test_a_failed_check_leaves_its_data(tmp_path: Path) -> None:
     line = ["allr", "-d", "fp32", "-c", "--seed", "3", "--dump-dir", str(tmp_path / "a 'dump'")]
     spec = parse_spec(line)
     case, group = next(spec.cases(1)), _group(0, size=1)
-    prepared = bodies.prepare(case, (Shape(6, 6, 6),), group, CPU, spec)
+    prepared = collective_calls.prepare(case, (Shape(6, 6, 6),), group, CPU, spec)
     assert checks.check(case, prepared, CPU, spec).wrong == 0
     prepared.bodies[0].parts[0].output[4] = 9.0
     path = checks.dump(case, prepared, spec, 24, 7, 0)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from flagscale.bench.groups.launch import Sample, Variant, main
-from flagscale.bench.groups.rank import findings, members_of, table
+from flagscale.bench.groups.cli import Sample, Variant, main
+from flagscale.bench.groups.worker import findings, members_of, table
 
 pytestmark = pytest.mark.torch
 

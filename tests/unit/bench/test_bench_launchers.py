@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_lines import parse_spec
+from support.bench_lines import parse_spec
 
-from flagscale.bench.collectives.launch import Bench, main, read_specs
+from flagscale.bench.collectives.cli import Bench, main, read_specs
 from flagscale.bench.collectives.spec import Batch
 from flagscale.bench.files import UnreadableFileError
 from flagscale.bench.host import Order, PreparedHost, look_up

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_lines import parse_spec
+from support.bench_lines import parse_spec
 
-from flagscale.bench.collectives.launch import read_specs
+from flagscale.bench.collectives.cli import read_specs
 from flagscale.errors import ConfigError
 
 

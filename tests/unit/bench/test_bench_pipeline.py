@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flagscale.bench.collectives.operations import data_type
-from flagscale.bench.pipeline.launch import PipelinePlan, Row, Schedule, heading, line, main
+from flagscale.bench.pipeline.cli import PipelinePlan, Row, Schedule, heading, line, main
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from nvlink_plot import main as nvlink
 
-from flagscale.bench.agreement.launch import main as agreement
-from flagscale.bench.collectives.launch import main as collectives
-from flagscale.bench.pipeline.launch import main as pipeline
+from flagscale.bench.agreement.cli import main as agreement
+from flagscale.bench.collectives.cli import main as collectives
+from flagscale.bench.pipeline.cli import main as pipeline
 
 
 @pytest.mark.parametrize(

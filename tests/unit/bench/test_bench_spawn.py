@@ -13,7 +13,7 @@ import pytest
 _CLEANS_UP = """\
 import os, signal, sys
 from flagscale.bench.spawn import interruptible
-from flagscale.guard import guard
+from flagscale.cli_errors import guard
 
 def work():
     with interruptible():

@@ -8,9 +8,9 @@ import textwrap
 from dataclasses import replace
 
 import pytest
-from bench_lines import parse_spec
+from support.bench_lines import parse_spec
 
-from flagscale import ratios
+from flagscale import sample_statistics
 from flagscale.bench.collectives import statistics
 from flagscale.bench.collectives.curves import Curve, Point, curves_of
 from flagscale.bench.collectives.operations import data_type, operation
@@ -222,9 +222,9 @@ def test_bus_factors(op: str, ranks: int, factor: float) -> None:
 
 
 def test_percentiles_interpolate() -> None:
-    assert ratios.percentile([4, 1, 3, 2], 50) == 2.5
-    assert ratios.percentile([1], 99) == 1
-    assert ratios.percentile(list(range(101)), 99) == 99
+    assert sample_statistics.percentile([4, 1, 3, 2], 50) == 2.5
+    assert sample_statistics.percentile([1], 99) == 1
+    assert sample_statistics.percentile(list(range(101)), 99) == 99
 
 
 @pytest.mark.parametrize("name", ["p101", "p", "mean", "p50/", "p50/p99/p1", "", "p5 0"])
@@ -254,15 +254,15 @@ def test_few_samples_for_a_high_percentile_are_said(
 
 
 def test_paired_ratio_is_students_interval() -> None:
-    ratio = ratios.paired_ratio([2, 2, 2, 2], [1, 1, 1, 1])
+    ratio = sample_statistics.paired_ratio([2, 2, 2, 2], [1, 1, 1, 1])
     assert (ratio.value, ratio.low, ratio.high) == pytest.approx((2, 2, 2))
     assert ratio.clear
-    noisy = ratios.paired_ratio([1.0, 1.2, 0.8, 1.1], [1.0, 1.0, 1.0, 1.0])
+    noisy = sample_statistics.paired_ratio([1.0, 1.2, 0.8, 1.1], [1.0, 1.0, 1.0, 1.0])
     assert noisy.low < 1 < noisy.high
     assert not noisy.clear
     # By hand: logs 0, .1823, -.2231, .0953; mean .01362; s .1741; t(3) 3.182.
     assert noisy.low == pytest.approx(math.exp(0.01362 - 3.182 * 0.17414 / 2), rel=1e-3)
-    assert ratios.paired_ratio([1], [1]).high == math.inf
+    assert sample_statistics.paired_ratio([1], [1]).high == math.inf
 
 
 def test_a_comparison_keeps_its_backends_apart() -> None:

@@ -17,10 +17,10 @@ from flagscale.config.schema import PROJECT, Experiment
 from flagscale.hosts import probe
 from flagscale.hosts.facts import ModuleQuestion
 from flagscale.hosts.hostfile import Host
-from flagscale.launch.planning.backends import backend_problems
-from flagscale.launch.planning.per_host import settings
-from flagscale.launch.preflight import backend
-from flagscale.launch.preflight.survey import Survey, questions
+from flagscale.launcher.planning.backends import backend_problems
+from flagscale.launcher.planning.per_host import settings
+from flagscale.launcher.preflight import backend
+from flagscale.launcher.preflight.host_probe import Survey, questions
 
 _YAML = """\
 experiment:

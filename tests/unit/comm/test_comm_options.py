@@ -137,7 +137,7 @@ node_specific:
 
 def test_a_yamls_options_are_judged_before_anything_starts(tmp_path: Path) -> None:
     from flagscale.config.load import load
-    from flagscale.launch.planning.backends import backend_problems
+    from flagscale.launcher.planning.backends import backend_problems
 
     (tmp_path / "x.yaml").write_text(_YAML.format(directory=tmp_path))
     experiment = load(tmp_path, "x", []).experiment

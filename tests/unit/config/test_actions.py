@@ -38,7 +38,7 @@ if __name__ == "__main__":
     ACTIONS["ping"] = Action("ping", "say pong", "find", "outside:ping", ("json", "rank"))
     ACTIONS["hosts"] = Action("hosts", "name them", None, "outside:hosts", ("json",))
     from flagscale import cli
-    from flagscale.launch import entry
+    from flagscale.launcher import entry
     door = {"flagscale": cli, "run.py": entry}[sys.argv[1]]
     door.main(sys.argv[2:])
 """

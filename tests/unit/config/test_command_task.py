@@ -12,7 +12,7 @@ from flagscale.config.checks import notes
 from flagscale.config.load import load
 from flagscale.config.schema import PROJECT
 from flagscale.errors import ConfigError
-from flagscale.launch.runners.base import runner_for
+from flagscale.launcher.runners.base import runner_for
 
 if TYPE_CHECKING:
     from conftest import Workspace

@@ -80,7 +80,7 @@ BASE |= {"lr": 1e-3, "train_iters": 10}
 def _read_here() -> set[str]:
     """Names that this project's code takes from arguments, or from what is made of them."""
     found = {f"{part}_{unit}" for part in BY_PARTS for unit in ("iters", "samples")}
-    for part in ("train", "launch", "config"):
+    for part in ("train", "launcher", "config"):
         for path in PACKAGE.glob(f"{part}/**/*.py"):
             if path.stem not in JUDGES:
                 found.update(_names(path))

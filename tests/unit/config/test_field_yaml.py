@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import yaml
-from field_experiments import EXPERIMENTS, Case
+from support.field_experiments import EXPERIMENTS, Case
 
 from flagscale.config.arguments.flatten import flatten
 from flagscale.config.arguments.parser import parse_arguments

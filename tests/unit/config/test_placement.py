@@ -16,7 +16,7 @@ from flagscale.config.load import load
 from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError
 from flagscale.hosts.hostfile import Host
-from flagscale.launch.preparing import hosts_of
+from flagscale.launcher.plan_builder import hosts_of
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CONF = REPOSITORY / "examples" / "llama3" / "conf"

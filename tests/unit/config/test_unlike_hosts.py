@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from flagscale.config import harmless
+from flagscale.config import per_host_allowlist
 from flagscale.config.arguments.foreign import REFUSED
 from flagscale.config.arguments.registry import arguments, lookup, registry
 from flagscale.config.checks import notes
+from flagscale.config.host_overrides import specific_problems
 from flagscale.config.load import load
 from flagscale.config.schema import PROJECT, Experiment, Specific
-from flagscale.config.specifics import specific_problems
 from flagscale.errors import ConfigError
 from flagscale.hosts.hostfile import read_hostfile
-from flagscale.launch.preparing import unknown_names
+from flagscale.launcher.plan_builder import unknown_names
 
 if TYPE_CHECKING:
     from conftest import Workspace
@@ -39,14 +39,14 @@ def test_every_argument_is_harmless_for_a_reason_or_refused(
     """By each of its names; null takes an argument away and is judged like any value."""
     workspace.write("mine.py", "")
     experiment = workspace.load(*overrides)
-    assert harmless.ARGUMENTS.keys() <= arguments().keys()
-    assert all(harmless.ARGUMENTS.values())
+    assert per_host_allowlist.ARGUMENTS.keys() <= arguments().keys()
+    assert all(per_host_allowlist.ARGUMENTS.values())
     names = [*registry(), *(f"no_{a.name}" for a in arguments().values() if a.kind == "bool")]
     meanings = {name: found for name in names if (found := lookup(name)) is not None}
     for name, (argument, alias) in meanings.items():
         target = alias.target if alias else argument.name
         found = complaints(experiment, name)
-        if target in harmless.ARGUMENTS:
+        if target in per_host_allowlist.ARGUMENTS:
             assert found == [], name
         else:
             (message,) = found

@@ -7,9 +7,9 @@ import pytest
 
 from flagscale.config.arguments.parser import parse_arguments
 from flagscale.config.arguments.resolve import of_rank, resolve
-from flagscale.estimate import kept
+from flagscale.estimate import cost_cache
+from flagscale.estimate.cost_cache import Kept, path_of
 from flagscale.estimate.costs import DENSE, Cost, Costs
-from flagscale.estimate.kept import Kept, path_of
 
 BASE = """
 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --train-iters 1 --lr 1e-3
@@ -33,10 +33,10 @@ def where(args: Namespace, index: int = 1) -> Path:
 
 def test_kept_and_found_again(tmp_path: Path) -> None:
     path = where(arguments())
-    assert kept.read(path) is None
+    assert cost_cache.read(path) is None
     made = Kept(Costs({DENSE: Cost(1.0)}), {"torch": "2"}, "2026-11-23")
-    kept.write(path, made)
-    assert kept.read(path) == made
+    cost_cache.write(path, made)
+    assert cost_cache.read(path) == made
     assert path.parent == tmp_path / "flagscale" / "times"
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -46,7 +46,7 @@ def test_what_cannot_be_read_is_not_kept(text: str) -> None:
     path = where(arguments())
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    assert kept.read(path) is None
+    assert cost_cache.read(path) is None
 
 
 def test_every_rank_and_the_launcher_name_a_mesh_alike() -> None:

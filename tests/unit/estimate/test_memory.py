@@ -9,10 +9,10 @@ import pytest
 from flagscale.config.arguments.parser import parse_arguments
 from flagscale.config.arguments.pipeline import layers_of_stages
 from flagscale.config.arguments.resolve import resolve
-from flagscale.estimate import work
+from flagscale.estimate import op_times
 from flagscale.estimate.arithmetic import Layer
 from flagscale.estimate.forecast import Forecast, forecast
-from flagscale.estimate.work import Chip
+from flagscale.estimate.op_times import Chip
 
 LLAMA = """
 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8
@@ -129,7 +129,7 @@ def test_recomputing_takes_time(method: str, factor: float) -> None:
     plain = llama_forecast(WHOLE)
     found = llama_forecast(f"{WHOLE} --recompute-granularity full --recompute-method {method}")
     chip = Chip(1e15)
-    layer = work.layer(llama(WHOLE), Layer(mixture=False)).forward.seconds(chip)
+    layer = op_times.layer(llama(WHOLE), Layer(mixture=False)).forward.seconds(chip)
     more = found.played([chip]).seconds - plain.played([chip]).seconds
     assert more == pytest.approx(16 * factor * 32 * layer)
 

@@ -12,12 +12,12 @@ import pytest
 from flagscale.config.load import load
 from flagscale.config.schema import Experiment, Options
 from flagscale.errors import ConfigError
-from flagscale.estimate import kept
+from flagscale.estimate import cost_cache
 from flagscale.estimate.costs import DENSE, Cost, Costs
+from flagscale.estimate.notes import notes
 from flagscale.estimate.plan import of_experiment
 from flagscale.estimate.show import as_json
-from flagscale.estimate.told import notes
-from flagscale.launch.preview import estimate
+from flagscale.launcher.preview import estimate
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CONF = REPOSITORY / "examples" / "llama3" / "conf"
@@ -113,8 +113,8 @@ def test_times_that_were_measured(loaded: Load) -> None:
     args = of_experiment(experiment, hosts).args
     for index, seconds in enumerate((0.01, 0.03)):
         costs = Costs({DENSE: Cost(seconds, 2 * seconds)})
-        path = kept.path_of(vars(args), args.meshes, index)
-        kept.write(path, kept.Kept(costs, {}, "2026-11-23"))
+        path = cost_cache.path_of(vars(args), args.meshes, index)
+        cost_cache.write(path, cost_cache.Kept(costs, {}, "2026-11-23"))
     assert list(notes(experiment, hosts))[-3:] == [
         "a step takes 46.8 s, layers 24+8, by times measured on 2026-11-23",
         "computing: stage 0 for 46.08 s of it (idle 2%), stage 1 for 46.08 s of it (idle 2%); the "

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from compiled import program as program_of
+from support.compiled import program as program_of
 
 HERE = Path(__file__).parent / "core"
 CORE = Path(__file__).parents[3] / "flagscale" / "comm" / "fsccl" / "csrc" / "core"

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from compiled import program as program_of
+from support.compiled import program as program_of
 
 HERE = Path(__file__).parent / "datagram"
 CSRC = Path(__file__).parents[3] / "flagscale" / "comm" / "fsccl" / "csrc"

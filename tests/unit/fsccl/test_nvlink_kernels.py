@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from compiled import program
+from support.compiled import program
 
 HERE = Path(__file__).parent / "nvlink"
 CSRC = Path(__file__).parents[3] / "flagscale" / "comm" / "fsccl" / "csrc"

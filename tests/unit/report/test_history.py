@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from report_lab import BEGAN, Laid, lay, steps
+from support.report_lab import BEGAN, Laid, lay, steps
 
 from flagscale.report.history import Attempt
 from flagscale.report.run import Run, look

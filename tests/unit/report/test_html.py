@@ -8,7 +8,7 @@ from html import unescape
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_lab import Read
+from support.report_lab import Read
 
 from flagscale.report.frame import page
 from flagscale.report.html import Cell, Html, element, facts, join, table, text

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_lab import Laid, Read, lay, steps
+from support.report_lab import Laid, Read, lay, steps
 
 from flagscale.hosts import processes
-from flagscale.launch.planning.model import RunnerHandle
-from flagscale.launch.runs import Entry, Outcome
+from flagscale.launcher.planning.model import RunnerHandle
+from flagscale.launcher.runs import Entry, Outcome
 from flagscale.report.pages import page_of, write
 from flagscale.report.run import look
 

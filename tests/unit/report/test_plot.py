@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_lab import Read
+from support.report_lab import Read
 
 from flagscale.report.plot import Level, Line, Mark, Plot, render
 

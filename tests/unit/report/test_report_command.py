@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from report_lab import Laid, lay, steps
+from support.report_lab import Laid, lay, steps
 
 from flagscale.cli import main
-from flagscale.launch.runs import Entry
+from flagscale.launcher.runs import Entry
 
 Report = Callable[..., tuple[int, str, str]]
 IDS = ("19710101-000000-aaaaaa", "19710102-000000-bbbbbb")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from report_lab import lay
+from support.report_lab import lay
 
 from flagscale.report import setting
 

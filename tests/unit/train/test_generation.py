@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from chat_files import write_tokenizer
+from support.chat_files import write_tokenizer
 
 from flagscale.errors import DataError
 from flagscale.train.data.tokenizers import TokenizerSpec, open_tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chat_files import CHATML, THINKING, talk, write_lines, write_talks, write_tokenizer
+from support.chat_files import CHATML, THINKING, talk, write_lines, write_talks, write_tokenizer
 
 from flagscale.errors import DataError
 from flagscale.train.data.chat import cache, records, sets

@@ -18,11 +18,11 @@ from flagscale.config.arguments.adapters import NOT_FOR_PEFT, THEIRS, other_weig
 from flagscale.errors import CheckpointError
 from flagscale.files import write_atomic
 from flagscale.train.checkpoint.formats.base import Model, Report, format_of, refuse
-from flagscale.train.checkpoint.formats.companions import PUBLIC, appearing
 from flagscale.train.checkpoint.formats.distributed import newest
 from flagscale.train.checkpoint.formats.metadata import tensors_of
 from flagscale.train.checkpoint.formats.safetensors_file import write_file
 from flagscale.train.checkpoint.formats.sample import sample_of
+from flagscale.train.checkpoint.formats.sidecar_files import PUBLIC, appearing
 from flagscale.train.checkpoint.formats.tensors import Region, Shape, Stored, read
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -46,7 +46,6 @@ from flagscale.train.checkpoint.formats.base import (
     refuse,
     without_padding,
 )
-from flagscale.train.checkpoint.formats.companions import beside
 from flagscale.train.checkpoint.formats.megatron_layout import Layout
 from flagscale.train.checkpoint.formats.parts import (
     Origin,
@@ -55,6 +54,7 @@ from flagscale.train.checkpoint.formats.parts import (
     is_partial,
     partial_of,
 )
+from flagscale.train.checkpoint.formats.sidecar_files import beside
 from flagscale.train.checkpoint.formats.tensors import Cast
 from flagscale.train.data.progress import progress
 

@@ -28,10 +28,10 @@ from flagscale.train.checkpoint.formats.base import (
     refuse,
     without_padding,
 )
-from flagscale.train.checkpoint.formats.companions import beside, write_companions
 from flagscale.train.checkpoint.formats.distributed_writing import Writer
 from flagscale.train.checkpoint.formats.metadata import tensors_of
 from flagscale.train.checkpoint.formats.parts import resumable
+from flagscale.train.checkpoint.formats.sidecar_files import beside, write_companions
 from flagscale.train.checkpoint.formats.tensors import Stored
 from flagscale.train.checkpoint.store import CheckpointStore
 from flagscale.train.state import Progress

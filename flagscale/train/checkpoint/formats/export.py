@@ -17,10 +17,10 @@ from flagscale.train.checkpoint.formats.adapters import (
     write_peft,
 )
 from flagscale.train.checkpoint.formats.base import Model
-from flagscale.train.checkpoint.formats.companions import beside
 from flagscale.train.checkpoint.formats.convert import dressed, verify
 from flagscale.train.checkpoint.formats.distributed import Distributed
 from flagscale.train.checkpoint.formats.huggingface import HuggingFace
+from flagscale.train.checkpoint.formats.sidecar_files import beside
 from flagscale.train.checkpoint.store import CheckpointStore
 
 

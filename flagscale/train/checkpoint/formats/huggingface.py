@@ -22,14 +22,14 @@ from flagscale.config.arguments.values import shown
 from flagscale.errors import CheckpointError
 from flagscale.files import write_atomic
 from flagscale.train.checkpoint.formats.base import Inspect, Model, Report, fitting, refuse
-from flagscale.train.checkpoint.formats.companions import (
+from flagscale.train.checkpoint.formats.parts import Parts
+from flagscale.train.checkpoint.formats.safetensors_file import SafetensorsFile, shards, write_file
+from flagscale.train.checkpoint.formats.sidecar_files import (
     PUBLIC,
     appearing,
     beside,
     write_companions,
 )
-from flagscale.train.checkpoint.formats.parts import Parts
-from flagscale.train.checkpoint.formats.safetensors_file import SafetensorsFile, shards, write_file
 from flagscale.train.checkpoint.formats.tables import TABLES, Table, entries
 from flagscale.train.checkpoint.formats.tensors import Stored, read, size_of
 

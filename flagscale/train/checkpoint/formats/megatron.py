@@ -27,7 +27,6 @@ from flagscale.train.checkpoint.formats.base import (
     collect,
     fitting,
 )
-from flagscale.train.checkpoint.formats.companions import appearing
 from flagscale.train.checkpoint.formats.megatron_arguments import (
     layout_in,
     require_same,
@@ -52,6 +51,7 @@ from flagscale.train.checkpoint.formats.megatron_layout import (
 )
 from flagscale.train.checkpoint.formats.megatron_unpickler import load
 from flagscale.train.checkpoint.formats.megatron_writing import write_ranks
+from flagscale.train.checkpoint.formats.sidecar_files import appearing
 from flagscale.train.checkpoint.formats.tables import Entry
 from flagscale.train.checkpoint.formats.tensors import Mapped, Outline, Shape, Stack, Stored
 

@@ -29,7 +29,6 @@ from flagscale.train.checkpoint.formats.base import (
     collect,
     fitting,
 )
-from flagscale.train.checkpoint.formats.companions import appearing
 from flagscale.train.checkpoint.formats.distributed_writing import Writer
 from flagscale.train.checkpoint.formats.megatron_arguments import (
     layout_in,
@@ -53,6 +52,7 @@ from flagscale.train.checkpoint.formats.megatron_layout import (
 from flagscale.train.checkpoint.formats.megatron_unpickler import load
 from flagscale.train.checkpoint.formats.metadata import tensors_of
 from flagscale.train.checkpoint.formats.parts import Parts
+from flagscale.train.checkpoint.formats.sidecar_files import appearing
 from flagscale.train.checkpoint.formats.tables import Entry
 from flagscale.train.checkpoint.formats.tensors import Item, Shape, Stack, Stored
 

@@ -1,0 +1,246 @@
+"""The command that measures fsccl's pipelined schedules over k and nelem_per_send."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from flagscale.bench.collectives.operations import OPERATIONS, DataType, data_type
+from flagscale.bench.collectives.sizes import parse_size, sweep
+from flagscale.bench.command_line import Parser, add_device, at_least, did_you_mean, filled
+from flagscale.bench.files import require_writable
+from flagscale.bench.placement import Placement
+from flagscale.bench.tool import Tool
+from flagscale.errors import ConfigError
+from flagscale.report.figure import require_image
+from flagscale.report.scale import format_size
+
+TITLES: Mapping[str, str] = {
+    "all_gather": "Allgather",
+    "reduce_scatter": "ReduceScatter",
+    "all_reduce": "Allreduce",
+}
+DEFAULTS: Mapping[str, tuple[int, int]] = {
+    "all_gather": (4, 262144),
+    "reduce_scatter": (8, 262144),
+    "all_reduce": (4, 32768),
+}
+"""``k`` and ``nelem_per_send`` of each operation where none are given."""
+UNITS: Mapping[str, int] = {"GB": 10**9, "GiB": 2**30}
+
+MOST_CHUNKS, MOST_ELEMENTS = 64, 1 << 26
+"""The limits of fsccl (``FSCCL_PIPELINE_K``, ``FSCCL_PIPELINE_NELEM``)."""
+SLOTS = 2
+"""Sends that a ring of a rank has room for: what fsccl calls the depth of a channel."""
+
+_WIDTH = 99
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One operation with its parameters; ``k`` = 0 is fsccl's own choice of algorithm."""
+
+    operation: str
+    k: int
+    nelem: int
+
+    @property
+    def label(self) -> str:
+        if self.k == 0:
+            return f"{self.operation} without a pipeline"
+        return f"{self.operation} k={self.k} nelem={self.nelem}"
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Everything that ranks measure."""
+
+    schedules: tuple[Schedule, ...]
+    sizes: tuple[int, ...]
+    type: DataType
+    check_iters: int
+    warmup_iters: int
+    iters: int
+    device: str
+    unit: str
+    workers: int | None = None
+    json: Path | None = None
+    plot: Path | None = None
+
+    @property
+    def placement(self) -> Placement:
+        """All ranks on this machine."""
+        return Placement(workers=self.workers, device=self.device)
+
+    def check(self, ranks: int) -> None:
+        at_least("-r", ranks, 2)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One size of one schedule. Times are those of each iteration's slowest rank, in microseconds;
+    ``size`` is the whole buffer in bytes, as an all-gather collects it."""
+
+    operation: str
+    k: int
+    nelem_per_send: int
+    size: int
+    avg_us: float
+    min_us: float
+
+    def algbw(self, time: float, unit: str) -> float:
+        """``size`` over a time in microseconds, in ``unit`` a second."""
+        return self.size / (time * 1e-6) / UNITS[unit]
+
+    def busbw(self, ranks: int) -> float:
+        """Of the average time, in 1e9 bytes a second, by nccl-tests' factors."""
+        return self.algbw(self.avg_us, "GB") * OPERATIONS[self.operation].bus_factor(ranks)
+
+
+def heading(schedule: Schedule, plan: PipelinePlan, ranks: int) -> list[str]:
+    """The lines above a schedule's rows."""
+    title = f" {TITLES[schedule.operation]} "
+    how = "fsccl's own choice of algorithm"
+    if schedule.k > 0:
+        scratch = schedule.k * SLOTS * schedule.nelem * plan.type.bytes
+        how = f"k={schedule.k}, nelem_per_send={schedule.nelem}, scratch_size={scratch}"
+    bandwidths = (f"{which}_algbw({plan.unit}/s)" for which in ("avg", "max"))
+    columns = ("size(B)", "avg_time(us)", "min_time(us)", *bandwidths)
+    return [
+        title.center(_WIDTH, "#"),
+        f"nranks={ranks}",
+        f"{how}, dtype={plan.type.name}",
+        f"check_iters={plan.check_iters}, warmup_iters={plan.warmup_iters}, iters={plan.iters}",
+        "",
+        "".join(f"{column:>20}" for column in columns),
+    ]
+
+
+def line(row: Row, unit: str) -> str:
+    """A row of the table."""
+    times = (row.avg_us, row.min_us)
+    numbers = (*times, *(row.algbw(time, unit) for time in times))
+    return f"{row.size:>20}" + "".join(f"{number:>20.2f}" for number in numbers)
+
+
+_DESCRIPTION = """\
+Measure fsccl's pipelined all-gather, reduce-scatter and all-reduce. A block a rank is cut in k
+chunks; chunk c travels around ring c, from rank to rank, in sends of nelem_per_send elements.
+
+examples
+  pipeline.py -r 4                             the three operations with their usual parameters
+  pipeline.py -r 8 --sizes 1G --bw-unit GiB    the table in which such schedules are published
+  pipeline.py -r 4 --ops all_reduce -k 0,1,2,4 --nelem-per-send 8192,32768,131072
+                                               every combination; k=0: fsccl's own choice
+  FSCCL_CLUSTERS=2,2 pipeline.py -r 4          between clusters, by messages
+  pipeline.py -r 4 --sizes 1M,16M,64M --json result.json --plot result.svg
+
+size is the whole buffer; times are of each iteration's slowest rank; algbw is size over time, of
+the average and of the best iteration. scratch_size is what a rank's sends need, in bytes. Every
+check compares the whole result with what it must be.
+exit codes: 0 ok, 1 a result is wrong or the run failed, 2 usage, 3 ranks did not meet
+"""
+_ONE_SHOT = 32768
+"""fsccl's default for FSCCL_ONE_SHOT_BYTES."""
+T = TypeVar("T")
+
+
+class Pipeline(Tool[PipelinePlan]):
+    """Measures pipelined schedules."""
+
+    prog = "pipeline.py"
+    run = "flagscale.bench.pipeline.worker:run_rank"
+
+    def read(self, words: list[str], prog: str, *, keeps: bool) -> PipelinePlan:
+        options = _parser(prog).parse(words)
+        if keeps and options.plot is not None:
+            require_image(options.plot, "--plot")
+        if keeps and options.json is not None:
+            require_writable(options.json, "--json")
+        return _plan(options)
+
+
+def _parser(prog: str) -> Parser:
+    parser = Parser(prog, _DESCRIPTION)
+    add = parser.add_argument
+    add("-r", "--nworkers", "-np", dest="workers", type=int, metavar="N", help="number of ranks")
+    add("--ops", default=",".join(TITLES), metavar="LIST", help="operations, with commas (all)")
+    add("-k", metavar="LIST", help="chunks, with commas (4; reduce_scatter: 8)")
+    elements = "elements of a send, with commas (262144; all_reduce: 32768)"
+    add("--nelem-per-send", "--nelem", metavar="LIST", help=elements)
+    add("--sizes", default="64M", metavar="LIST", help="of the whole buffer, with commas (64M)")
+    add("-b", "--minbytes", metavar="SIZE", help="instead: the first size")
+    add("-e", "--maxbytes", metavar="SIZE", help="the last size (the first)")
+    add("-f", "--stepfactor", type=float, default=2.0, metavar="FACTOR", help="between (2)")
+    add("-d", "--datatype", default="fp32", metavar="TYPE", help="of the elements (fp32)")
+    add("--check-iters", type=int, default=10, metavar="N", help="with their result checked (10)")
+    before = "before the clock runs (10)"
+    add("-w", "--warmup-iters", type=int, default=10, metavar="N", help=before)
+    add("-n", "--iters", type=int, default=50, metavar="N", help="measured (50)")
+    add_device(add)
+    unit = "1e9 or 2^30 bytes (GB)"
+    add("--bw-unit", dest="unit", choices=tuple(UNITS), default="GB", help=unit)
+    add("--json", "--report-to-json-file", type=Path, metavar="FILE", help="keep the result")
+    add("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> PipelinePlan:
+    if min(options.check_iters, options.warmup_iters) < 0 or options.iters < 1:
+        raise ConfigError(
+            "--check-iters and --warmup-iters need numbers of at least 0, --iters of at least 1"
+        )
+    operations = _list("--ops", options.ops, _operation)
+    ks = _numbers("-k", options.k, 0, MOST_CHUNKS)
+    nelems = _numbers("--nelem-per-send", options.nelem_per_send, 1, MOST_ELEMENTS)
+    schedules = tuple(
+        Schedule(op, k, nelem)
+        for op in operations
+        for k in ks or DEFAULTS[op][:1]
+        for nelem in (nelems or DEFAULTS[op][1:])[: None if k else 1]  # which k=0 does not have
+    )
+    sizes = _list("--sizes", options.sizes, parse_size)
+    if first := options.minbytes:
+        ends = parse_size(first), parse_size(options.maxbytes or first)
+        sizes = sweep(*ends, factor=options.stepfactor)
+    one_shot = os.environ.get("FSCCL_ONE_SHOT_BYTES") or str(_ONE_SHOT)
+    limit = _number("FSCCL_ONE_SHOT_BYTES", one_shot, 0, 1 << 30)
+    if min(sizes) <= limit and any(schedule.k for schedule in schedules):
+        raise ConfigError(
+            f"--sizes {format_size(min(sizes))}: buffers up to {format_size(limit)} go in one step "
+            "and not by a pipeline",
+            hint="FSCCL_ONE_SHOT_BYTES=0 in the environment sends all sizes through it",
+        )
+    type_ = data_type(options.datatype)
+    return filled(PipelinePlan, options, schedules=schedules, sizes=sizes, type=type_)
+
+
+def _list(flag: str, text: str, read: Callable[[str], T]) -> tuple[T, ...]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise ConfigError(f"{flag} {text!r}; expected values with commas between them")
+    return tuple(dict.fromkeys(read(word) for word in words))
+
+
+def _operation(word: str) -> str:
+    if word in TITLES:
+        return word
+    raise ConfigError(f"--ops {word!r}; expected {', '.join(TITLES)}{did_you_mean(word, TITLES)}")
+
+
+def _numbers(flag: str, text: str | None, least: int, most: int) -> tuple[int, ...]:
+    """Those of a list; none where the flag is not given."""
+    return _list(flag, text, lambda word: _number(flag, word, least, most)) if text else ()
+
+
+def _number(flag: str, word: str, least: int, most: int) -> int:
+    if word.isdecimal() and least <= int(word) <= most:
+        return int(word)
+    raise ConfigError(f"{flag} {word!r}; expected a whole number from {least} to {most}")
+
+
+main = Pipeline().main

@@ -1,0 +1,165 @@
+"""Language models out of transformers' configurations, with random weights.
+
+Dropout is off: what an arm changes shall be seen in the loss, and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flagscale.bench.training.models import text
+from flagscale.bench.training.models.names import Size
+
+_IDS: dict[str, Any] = {
+    "pad_token_id": text.PAD,
+    "bos_token_id": text.BOS,
+    "eos_token_id": text.EOS,
+}
+_NO_DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+_TINY_VOCABULARY = 2048
+
+Keys = Mapping[str, Any]
+
+
+def _encoder(words: int, positions: int, hidden: int, layers: int) -> Keys:
+    return {
+        "vocab_size": words,
+        "max_position_embeddings": positions,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": max(hidden // 64, 2),
+        "intermediate_size": 4 * hidden,
+        **dict.fromkeys(_NO_DROPOUT, 0.0),
+    }
+
+
+def _gpt2(words: int, positions: int, hidden: int, layers: int) -> Keys:
+    sizes = {"vocab_size": words, "n_positions": positions, "n_embd": hidden, "n_layer": layers}
+    return {
+        **sizes,
+        "n_head": max(hidden // 64, 2),
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    }
+
+
+def _bart(words: int, positions: int, hidden: int, layers: int) -> Keys:
+    halves = {
+        f"{half}_{key}": value
+        for half in ("encoder", "decoder")
+        for key, value in (
+            ("layers", layers),
+            ("ffn_dim", 4 * hidden),
+            ("attention_heads", max(hidden // 64, 2)),
+        )
+    }
+    return {
+        **halves,
+        "vocab_size": words,
+        "max_position_embeddings": positions,
+        "d_model": hidden,
+        "dropout": 0.0,
+        "decoder_start_token_id": text.EOS,
+        "forced_eos_token_id": text.EOS,
+        "num_labels": text.CLASSES,
+    }
+
+
+def _llama(words: int, hidden: int, layers: int, inner: int, heads: int, groups: int) -> Keys:
+    return {
+        "vocab_size": words,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+
+
+_TINY = (_TINY_VOCABULARY, 128, 128, 2)
+# RoBERTa's positions begin behind the padding's, at its id + 1.
+_BEHIND = text.PAD + 1
+
+CONFIGURATIONS: Mapping[str, Mapping[Size, Keys]] = {
+    "bert": {
+        "tiny": _encoder(*_TINY),
+        "base": _encoder(30522, 512, 768, 12),
+        "large": _encoder(30522, 512, 1024, 24),
+    },
+    "roberta": {
+        "tiny": _encoder(_TINY_VOCABULARY, 128 + _BEHIND, 128, 2),
+        "base": {**_encoder(50265, 512 + _BEHIND, 768, 12), "type_vocab_size": 1},
+        "large": {**_encoder(50265, 512 + _BEHIND, 1024, 24), "type_vocab_size": 1},
+    },
+    "bart": {
+        "tiny": _bart(*_TINY),
+        "base": _bart(50265, 1024, 768, 6),
+        "large": _bart(50265, 1024, 1024, 12),
+    },
+    "gpt2": {
+        "tiny": _gpt2(*_TINY),
+        "base": _gpt2(50257, 1024, 768, 12),
+        "large": _gpt2(50257, 1024, 1280, 36),
+    },
+    "llama": {
+        "tiny": _llama(_TINY_VOCABULARY, 128, 2, 384, 4, 2),
+        "base": _llama(32000, 768, 12, 2048, 12, 4),
+        "large": _llama(128256, 2048, 16, 8192, 32, 8),
+    },
+}
+"""What each family's configuration has beside its special tokens, by size."""
+
+_CLASSES = {
+    "bert": ("BertConfig", "BertForQuestionAnswering"),
+    "roberta": ("RobertaConfig", "RobertaForQuestionAnswering"),
+    "bart": ("BartConfig", "BartForSequenceClassification"),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+}
+_DATA: Mapping[str, Callable[[text.Corpus, int, int, torch.Generator], text.Batch]] = {
+    "bert": text.spans,
+    "roberta": text.spans,
+    "bart": text.classes,
+    "gpt2": text.next_tokens,
+    "llama": text.next_tokens,
+}
+
+
+class LossOf(nn.Module):
+    """A model of transformers, called with a batch that has labels; its mean loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Tensor) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+
+def build(family: str, size: Size) -> nn.Module:
+    """A model of this family and size, with weights that torch's generator draws; called with a
+    batch of :func:`data` it gives the loss."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers
+
+    # It would say of every model that its configuration names no loss.
+    transformers.logging.set_verbosity_error()
+    keys = CONFIGURATIONS[family][size]
+    config, model = (getattr(transformers, name) for name in _CLASSES[family])
+    made = config(**keys, **_IDS, use_cache=False)
+    return LossOf(model(made))
+
+
+def data(family: str, size: Size) -> Callable[[int, int, torch.Generator], text.Batch]:
+    """What draws a batch of so many sequences of so many tokens."""
+    known = text.corpus(int(CONFIGURATIONS[family][size]["vocab_size"]))
+    return partial(_DATA[family], known)

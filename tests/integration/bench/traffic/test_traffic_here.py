@@ -1,0 +1,192 @@
+"""Traffic on this machine: processes that end by themselves, and namespaces as hosts."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bed.namespaces import fresh_network
+from bed.plugin import need_bed
+from bed.users import User
+
+from flagscale.bench.traffic.messages import Order
+from flagscale.bench.traffic.session import play
+from flagscale.bench.traffic.spec import Environment, Flow, Pattern, Probe, Site
+from flagscale.errors import ConfigError, UnreachableError
+from flagscale.hosts.errors import HostError
+from flagscale.hosts.executor import Endpoint
+from flagscale.hosts.netns import NetnsOpener
+from flagscale.modules import started
+from flagscale.records import encode
+
+pytestmark = [pytest.mark.integration]
+
+PATTERN = Pattern(1e8, 1e7, 16384.0)
+LOOPBACK = tuple(Site(name, name, via="local") for name in ("127.0.0.1", "127.0.0.2"))
+LONG = 60.0
+ROOT = Path(__file__).resolve().parents[4]
+
+
+@contextmanager
+def process(order: Order) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of the traffic, which has said that it is ready."""
+    made = subprocess.Popen(
+        [sys.executable, *started("flagscale.bench.traffic.host")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert made.stdin is not None
+        assert made.stdout is not None
+        made.stdin.write(encode(order).encode())
+        made.stdin.close()
+        assert json.loads(made.stdout.readline())["event"] == "ready"
+        yield made
+    finally:
+        made.kill()
+        made.wait()
+        if made.stdout is not None:
+            made.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "lease"),
+    [pytest.param(0.3, LONG, id="its-time"), pytest.param(LONG, 0.3, id="no-word")],
+)
+def test_a_process_ends_by_itself(seconds: float, lease: float) -> None:
+    with process(Order("flows", 0, "00" * 32, seconds, lease)) as made:
+        assert made.wait(20) == 0
+
+
+def test_a_process_ends_when_nobody_reads_it() -> None:
+    with process(Order("probe", 0, "00" * 32, LONG, LONG)) as made:
+        assert made.stdout is not None
+        made.stdout.close()
+        assert made.wait(20) == 0
+
+
+def test_other_bursts_take_hold_and_a_pause_is_one() -> None:
+    played = Environment(LOOPBACK, (Flow(0, 1),), PATTERN, Probe("echo", 1024))
+    with play(played, seconds=LONG, paused=True) as traffic:
+        assert traffic.probe(30).samples == 30
+        assert traffic.rates()[0].sent == 0
+        # At first a burst comes every hour, and then all the time.
+        traffic.change(Pattern(1e8, 1e3, 1 << 20))
+        traffic.resume()
+        traffic.change(PATTERN)
+        _until(lambda: traffic.rates()[0].received > 1 << 19)
+        with pytest.raises(ConfigError, match="less than the path's rate"):
+            traffic.change(Pattern(1e8, 1e9, 16384.0))
+
+
+def test_a_session_that_is_over_says_so() -> None:
+    played = Environment(LOOPBACK, (Flow(0, 1),), PATTERN, Probe("echo", 1024))
+    with play(played, seconds=1.5) as traffic, pytest.raises(UnreachableError) as caught:
+        while True:
+            traffic.check()
+            time.sleep(0.05)
+    assert "no more traffic: its 1.5 s are over" in caught.value.message
+
+
+def test_a_port_that_is_taken_is_told_of() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        played = Environment(LOOPBACK, (Flow(0, 1),), PATTERN)
+        with pytest.raises(UnreachableError, match=f"port {port} cannot be had"):
+            play(played, seconds=LONG, port=port)
+
+
+@contextmanager
+def namespaces() -> Iterator[None]:
+    """Two, called left and right, with a cable between them."""
+    need_bed()
+    lines = ["link add eth0 netns left type veth peer name eth0 netns right"]
+    with fresh_network():
+        # What `ip netns` keeps there is to go with the test.
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/run"], check=True)
+        for name in ("left", "right"):
+            subprocess.run(["ip", "netns", "add", name], check=True)
+        subprocess.run(["ip", "-batch", "-"], input="\n".join(lines), text=True, check=True)
+        for number, name in enumerate(("left", "right"), start=1):
+            inside = f"link set lo up\naddr add 10.76.0.{number}/24 dev eth0\nlink set eth0 up\n"
+            batch = ["ip", "-n", name, "-batch", "-"]
+            subprocess.run(batch, input=inside, text=True, check=True)
+        yield
+
+
+def test_namespaces_are_hosts() -> None:
+    with namespaces():
+        sites = (
+            Site("left", "10.76.0.1", via="netns"),
+            Site("right", "10.76.0.2", via="netns"),
+        )
+        played = Environment(sites, (Flow(0, 1), Flow(1, 0)), PATTERN)
+        with play(played, seconds=LONG) as traffic:
+            _until(lambda: all(rate.received > 1 << 18 for rate in traffic.rates()))
+        told = User().do(_entered)
+        hint = "entering one takes root's rights"
+        assert told["message"].startswith("left: its network cannot be entered: ")
+        assert told["hint"] == hint
+
+
+def _entered() -> dict[str, Any]:
+    try:
+        NetnsOpener({}).open(Endpoint("left", "netns"))
+    except HostError as error:
+        return {"message": error.message, "hint": error.hint}
+    return {"message": "entered", "hint": None}
+
+
+def test_a_namespace_that_is_not_there_is_told_of() -> None:
+    with pytest.raises(HostError) as caught:
+        NetnsOpener({}).open(Endpoint("no-such", "netns"))
+    assert "no-such: no network namespace of that name" in caught.value.message
+    assert caught.value.hint == "ip netns add no-such, as root"
+
+
+def _until(condition: Any) -> None:
+    deadline = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_on_a_terminal_a_table_lives() -> None:
+    """Rates by flow and the probe's percentiles, and the table of the end."""
+    words = "bench traffic --hosts 127.0.0.1 127.0.0.2 --rate 100mbit --seconds 2.5"
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flagscale.cli", *words.split(), "--probe-samples", "100"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+    )
+    os.close(terminal)
+    shown = b""
+    # A terminal whose other end has closed says so by an error.
+    with suppress(OSError):
+        while more := os.read(master, 1 << 16):
+            shown += more
+    os.close(master)
+    assert process.wait(LONG) == 0
+    text = shown.decode()
+    live = "127.0.0.1 → 127.0.0.2 .*bit/s .*ring of 256 KiB: p50 .* ms, p99"
+    assert re.search(live, text, re.DOTALL), text
+    assert "2 tcp flows of 6 Mbit/s" in text
+    assert "95 % interval" in text

@@ -1,0 +1,257 @@
+"""Real agents, each as a host of its own, and what they make of each other's faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from support.launch_lab import until
+from support.liveness_lab import Stations, stations
+
+from flagscale.hosts import processes
+from flagscale.launcher.liveness.protocol import MAGIC
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Stations]:
+    with stations(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Iterator[Stations]:
+    with stations(tmp_path, 1) as made:
+        yield made
+
+
+def test_an_exception_ends_the_job_everywhere_and_is_named(two: Stations) -> None:
+    two.start(TOY_1_0="raise")
+    assert two.codes() == [1, 1]
+    for station in (two[0], two[1]):
+        failure = station.exit()["failure"]
+        named = (failure["host"], failure["rank"], failure["exit_code"])
+        assert named == ("h1", 1, 1), (failure, two.said())
+        assert failure["reason"].startswith("failed: ValueError: bad data in shard 7")
+        assert "Traceback" in failure["traceback"]
+        assert failure["log"].endswith("/0/stderr.log")
+    two.gone(1)
+
+
+def test_a_killed_rank_is_named_and_not_the_one_that_lost_its_peer(two: Stations) -> None:
+    two.start()
+    two.joined()
+    os.kill(two[1].rank(), signal.SIGKILL)
+    assert two.codes() == [1, 1]
+    failure = two[0].exit()["failure"]
+    assert (failure["host"], failure["rank"], failure["exit_code"]) == ("h1", 1, -9)
+    assert two[1].exit()["failure"] == failure
+    two.gone(1)
+
+
+def test_a_stopped_rank_is_a_stall_that_is_named(two: Stations) -> None:
+    two.start({"hang_detection_timeout": 3.0})
+    two.joined()
+    os.kill(two[1].rank(), signal.SIGSTOP)
+    assert two.codes() == [1, 1]
+    failure = two[0].exit()["failure"]
+    assert (failure["host"], failure["rank"]) == ("h1", 1)
+    assert "stalled" in failure["reason"]
+    assert "SIGSTOP" in failure["reason"]
+    # The other one has written where it waited.
+    log = next((two[0].run_dir / "ranks").glob("*/attempt_0/0/stderr.log")).read_text()
+    assert "in barrier" in log
+    two.gone(1)
+
+
+def test_a_stuck_rank_is_told_by_its_stack_and_a_checkpoint_is_no_stall(two: Stations) -> None:
+    two.start(
+        {"hang_detection_timeout": 3.0, "max_restarts": 1},
+        light=True,
+        TOY_1_0="stuck",
+        TOY_0_1="busy,raise",
+    )
+    assert two.codes() == [1, 1]
+    restart = two.job()["restarts"][0]["failure"]
+    assert (restart["host"], restart["rank"]) == ("h1", 1)
+    assert "in work" in restart["traceback"]
+    # In the second attempt a checkpoint takes twice the time and is left in peace.
+    assert "stalled" not in two[0].exit()["failure"]["reason"]
+
+
+def test_the_whole_job_starts_again_and_people_are_told(two: Stations, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    told.mkdir()
+    command = f"cat > {told}/$(date +%s%N); echo -n told >&2; sleep 600 & exit 7"
+    two.start(
+        {"max_restarts": 2, "notify_on": ("restarted", "finished")},
+        light=True,
+        FLAGSCALE_NOTIFY_COMMAND=command,
+        TOY_1_0="raise",
+        TOY_STEPS="20",
+    )
+    assert two.codes() == [0, 0]
+    assert "a notification failed: the command ended with exit code 7" in two[0].said()
+    job = two.job()
+    assert (job["attempt"], job["attempts"], job["failure"]) == (2, 3, None)
+    assert job["restarts"][0]["failure"]["rank"] == 1
+    for number in (0, 1):
+        assert two[number].exit()["attempt"] == 2
+        assert two[number].exit()["failure"] is None
+        assert (two[number].run_dir / "status.1" / f"rank_{number}.jsonl").exists()
+        assert len(list((two[number].run_dir / "ranks").iterdir())) == 2
+    first, second = (json.loads(path.read_text()) for path in sorted(told.iterdir()))
+    assert (first["event"], first["attempt"], first["attempts"]) == ("restarted", 2, 3)
+    assert "h1: rank 1 failed: ValueError" in first["text"]
+    assert (second["event"], second["name"]) == ("finished", "toy")
+
+
+def test_a_stop_of_one_host_stops_all_and_starts_nothing(two: Stations, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    two.start(
+        {"stop_grace": 30.0, "max_restarts": 3, "notify_on": ["finished"]},
+        light=True,
+        FLAGSCALE_NOTIFY_COMMAND=f"cat >> {told}",
+        TOY_0_0="save",
+        TOY_1_0="save",
+    )
+    two.joined()
+    two[1].agent.terminate()
+    assert two.codes() == [0, 0]
+    for number in (0, 1):
+        logs = (two[number].run_dir / "ranks").glob("*/attempt_0/0/stdout.log")
+        assert "saved" in next(logs).read_text()
+        assert two[number].exit()["signal"] == signal.SIGTERM
+        assert two[number].exit()["failure"] is None
+    notice = json.loads(told.read_text())
+    assert (notice["event"], notice["text"].rpartition(" run ")[0]) == ("stopped", "toy:")
+    two.gone(1)
+
+
+def test_a_host_that_ends_before_it_met_the_first_says_so(two: Stations) -> None:
+    """It is not taken for lost, with a reason that nobody looks for."""
+    program = "print('up', flush=True); import time; time.sleep(60)"
+    two.start(command=[sys.executable, "-c", program])
+    two[0].agent.send_signal(signal.SIGSTOP)
+    until(lambda: "up" in two[1].said())
+    two[1].agent.terminate()
+    until(lambda: len(two[1].members()) == 1)
+    two[0].agent.send_signal(signal.SIGCONT)
+    two.codes()
+    for station in (two[0], two[1]):
+        assert (station.exit()["signal"], station.exit()["failure"]) == (signal.SIGTERM, None)
+
+
+def test_left_alone_after_a_failure(two: Stations) -> None:
+    """What does not need the failed host goes on."""
+    program = (
+        "import os, sys, time; first = '/h0/' in os.environ['FLAGSCALE_STATUS_DIR'];"
+        "time.sleep(4 if first else 0.5); sys.exit(0 if first else 3)"
+    )
+    two.start({"on_failure": "leave"}, command=[sys.executable, "-c", program])
+    assert two.codes() == [0, 3]
+    assert two[1].exit()["failure"]["exit_code"] == 3
+    assert two.job()["failure"]["host"] == "h1"
+
+
+def test_a_command_that_an_agent_had_to_kill_is_no_first_failure(two: Stations) -> None:
+    program = (
+        "import os, signal, sys, time; first = '/h0/' in os.environ['FLAGSCALE_STATUS_DIR'];"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "time.sleep(600 if first else 2); sys.exit(3)"
+    )
+    two.start({"stop_grace": 0.5}, command=[sys.executable, "-c", program])
+    assert two.codes() == [1, 3]
+    failure = two[0].exit()["failure"]
+    assert (failure["host"], failure["exit_code"]) == ("h1", 3)
+
+
+def test_unauthenticated_peers_at_the_port_are_ignored(two: Stations) -> None:
+    two.start(light=True)
+    two.joined()
+    peers = []
+    for data in (b"", b"GET / HTTP/1.1\r\n\r\n", MAGIC + bytes(64), MAGIC + os.urandom(5000)):
+        peer = socket.create_connection(("127.0.0.1", two.port))
+        peer.sendall(data)
+        peers.append(peer)
+    for _ in range(200):
+        peers.append(socket.create_connection(("127.0.0.1", two.port)))
+    time.sleep(1)
+    # At most the greeting: whoever does not know the secret is hung up on.
+    for peer in peers[:4]:
+        with suppress(ConnectionResetError):
+            answer = peer.recv(1000)
+            assert answer == b"" or (answer.startswith(MAGIC) and len(answer) == len(MAGIC) + 32)
+    for peer in peers:
+        peer.close()
+    assert [station.agent.poll() for station in two.stations] == [None, None]
+    until(lambda: two.job()["hosts"] == {"0": "running", "1": "running"})
+    two[0].agent.terminate()
+    two.codes()
+
+
+def test_agents_that_do_not_share_the_secret_never_meet(two: Stations) -> None:
+    """Each is lost to the other, with what it holds."""
+    two.own_secrets = True
+    held = {"places": ["0 stage 0", "1 stage 1"], "master_place": "stage 0"}
+    two.start({"start_timeout": 3.0, **held}, command=["sleep", "60"])
+    assert two.codes() == [1, 1]
+    first, second = (two[number].exit()["failure"] for number in (0, 1))
+    assert (first["host"], second["host"]) == ("h1", "h0")
+    assert "did not report within 3 s of the start" in first["reason"]
+    assert "was not reached within 3 s of the start" in second["reason"]
+    assert first["reason"].endswith("; it held stage 1")
+    assert second["reason"].endswith("; it held stage 0")
+    two.gone(1)
+
+
+def test_the_secret_is_in_no_argument_no_log_and_no_rank(two: Stations) -> None:
+    two.start(light=True)
+    two.joined()
+    for station in two.stations:
+        for process in station.members():
+            words = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+            assert two.secret.encode() not in words
+            if process.pid != station.agent.pid:
+                assert two.secret.encode() not in processes.environment(process.pid).values()
+    # The ranks share one of their own, of which nothing else has a word.
+    (of_ranks,) = {processes.environment(s.rank()).get(b"FSCCL_SECRET") for s in two.stations}
+    assert of_ranks is not None
+    assert re.fullmatch(b"[0-9a-f]{32}", of_ranks)
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            assert of_ranks not in line.read_bytes()
+    two[0].agent.terminate()
+    two.codes()
+    for path in two.root.rglob("*"):
+        assert path.is_dir() or of_ranks not in path.read_bytes()
+        if path.is_file() and two.secret in path.read_text(errors="replace"):
+            assert path.name == "secret"
+            assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_one_host_restarts_by_itself(one: Stations) -> None:
+    one.start({"max_restarts": 1}, TOY_0_0="exit", TOY_0_1="raise")
+    assert one.codes() == [1]
+    failure = one[0].exit()["failure"]
+    assert failure["reason"] == "failed: ValueError: bad data in shard 7 (exit code 1)"
+    restart = one.job()["restarts"][0]["failure"]
+    assert (restart["rank"], restart["exit_code"]) == (0, 3)
+    assert one[0].exit()["attempt"] == 2
+
+
+def test_what_never_joined_is_not_started_again(one: Stations) -> None:
+    one.start({"max_restarts": 5}, light=True, TOY_0_0="early")
+    assert one.codes() == [5]
+    assert one[0].exit()["attempt"] == 1
+    assert one[0].exit()["failure"]["exit_code"] == 5

@@ -1,0 +1,335 @@
+"""The command line: what it prints, what it leaves behind, and its exit codes. Starts no job."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.launch_lab import Lab
+
+pytestmark = pytest.mark.integration
+
+PROGRAM = "print('hello')\n"
+PROJECT = Path(__file__).resolve().parents[3]
+
+
+def tree(directory: Path) -> set[str]:
+    return {str(path.relative_to(directory)) for path in directory.rglob("*")}
+
+
+def test_dryrun_prints_what_run_would_start_and_writes_nothing(lab: Lab) -> None:
+    secrets = {"HF_TOKEN": "s3cr3t", "GIT_PAT": "s3cr3t", "HTTPS_PROXY": "http://u:s3cr3t@h:1"}
+    secrets |= {"SESSION_COOKIE": "s3cr3t", "AZURE_CONN": "AccountName=me;AccountKey=s3cr3t;A=b"}
+    lab.configure(PROGRAM, envs={**secrets, "NCCL_DEBUG": "WARN"})
+    before = tree(lab.root)
+    done = lab.do("dryrun")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^# +envs +NCCL_DEBUG=WARN$", done.stdout, re.MULTILINE)
+    for name in secrets:
+        assert f"{name}=<secret, not written>" in done.stdout
+    assert "#!/usr/bin/env bash" in done.stdout
+    assert "s3cr3t" not in done.stdout
+    assert tree(lab.root) == before
+
+
+def test_dryrun_as_json(lab: Lab) -> None:
+    lab.configure(PROGRAM)
+    plan = json.loads(lab.do("dryrun", "json=true").stdout)
+    assert plan["world_size"] == 2
+    assert plan["hosts"][0]["program"][0] == str(lab.root / "program.py")
+
+
+def test_dryrun_of_a_thousand_hosts(lab: Lab) -> None:
+    """All at once, one of them, or whole for a program; a name that is none's is told."""
+    (lab.root / "hosts").write_text("node[0001-1024] slots=8\n", encoding="utf-8")
+    lab.configure(PROGRAM, runner={"hostfile": "hosts", "nproc_per_node": 8})
+    text = lab.do("dryrun").stdout
+    assert "# 1024 hosts node[0001-1024]: 8 rank(s) each" in text
+    assert text.count("#!/usr/bin/env bash") == 1
+    one = lab.do("dryrun", "host=node0512").stdout
+    assert "# host 511 node0512: ranks 4088-4095" in one
+    assert '"node_rank": 511' in one
+    plan = json.loads(lab.do("dryrun", "json=true").stdout)
+    assert [host["name"] for host in plan["hosts"]] == [f"node{n:04}" for n in range(1, 1025)]
+    assert plan["hosts"][0]["agent"]["hosts"] == ["node[0001-1024]"]
+    picked = json.loads(lab.do("dryrun", "json=true", "host=node0512").stdout)
+    assert [host["node_rank"] for host in picked["hosts"]] == [511]
+    assert (picked["world_size"], picked["runner"]["type"]) == (8192, "ssh")
+    wrong = lab.do("dryrun", "host=node512")
+    assert wrong.returncode == 2
+    assert "host: no host of the plan is called node512; did you mean" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        pytest.param(["--cfg", "job"], "exp_name: lab", id="cfg-job"),
+        pytest.param(["--cfg", "job", "--package", "experiment.task"], "backend:", id="package"),
+        pytest.param(["--help"], "Config", id="help"),
+        pytest.param(["--cfg", "job", "experiment.exp_name=x"], "exp_name: x", id="override"),
+        pytest.param(["--cfg", "job", "follow=true"], "follow: true", id="launcher-option"),
+    ],
+)
+def test_what_hydra_shows(lab: Lab, words: list[str], expected: str) -> None:
+    lab.configure(PROGRAM)
+    before = tree(lab.root)
+    done = subprocess.run(
+        lab.command(*words), cwd=lab.root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+    assert tree(lab.root) == before
+
+
+@pytest.mark.parametrize("action", ["query", "stop", "logs", "check"])
+def test_actions_on_nothing_leave_nothing(lab: Lab, action: str) -> None:
+    lab.configure(PROGRAM)
+    before = tree(lab.root)
+    done = lab.do(action)
+    assert "Traceback" not in done.stderr
+    assert tree(lab.root) == before
+    if action == "stop":
+        assert done.returncode == 0
+        assert "nothing to stop" in done.stdout
+    if action in ("query", "logs"):
+        assert done.returncode == 1
+        assert "no run was started" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        pytest.param(["action=fly"], "fly", id="action"),
+        pytest.param(["experiment.runner.nproc_per_nodes=2"], "nproc_per_node", id="typo"),
+        pytest.param(["experiment.runner.nproc_per_node=x"], "nproc_per_node", id="no-number"),
+        pytest.param(["experiment.runner.nnodes=4"], "4 hosts, but", id="hosts-without-hostfile"),
+        pytest.param(["experiment.runner.hostfile=nowhere"], "nowhere", id="missing-hostfile"),
+        pytest.param(["experiment.task.entrypoint=no.py"], "no.py", id="missing-entrypoint"),
+        pytest.param(["rank=7", "action=logs"], "no run", id="rank"),
+        pytest.param(["--multirun"], "no override has several", id="multirun"),
+        pytest.param(["=x"], "=x", id="unreadable-override"),
+    ],
+)
+def test_a_mistake_is_one_message(lab: Lab, words: list[str], message: str) -> None:
+    lab.configure(PROGRAM)
+    done = subprocess.run(
+        lab.command(*words), cwd=lab.root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == (1 if "action=logs" in words else 2), done.stderr
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert not lab.exp_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--config-path", "./nowhere", "--config-name", "lab"], "no directory nowhere"),
+        (["--config-path", "./conf", "--config-name", "labb"], "lab"),
+        (["--config-path", "./conf"], "--config-name is missing"),
+    ],
+)
+def test_a_wrong_place(lab: Lab, words: list[str], message: str) -> None:
+    lab.configure(PROGRAM)
+    command = [*lab.command()[:2], *words, "action=dryrun"]
+    done = subprocess.run(command, cwd=lab.root, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_taken_port_is_told_with_its_holder(lab: Lab) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        port = server.getsockname()[1]
+        lab.configure(PROGRAM, runner={"master_port": port})
+        done = lab.do("run")
+        assert done.returncode == 2
+        assert f"port {port} of localhost is in use by process {os.getpid()}" in done.stderr
+        assert not lab.exp_dir.exists()
+        check = lab.do("check")
+        assert check.returncode == 2
+        assert "FAILS" in check.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("localhost slots=1\n127.0.0.1 slots=1", "are this machine"),
+        ("localhost slots=8 garbage", "hosts:1: 'garbage'"),
+    ],
+)
+def test_a_hostfile_that_cannot_be_used(lab: Lab, line: str, message: str) -> None:
+    (lab.root / "hosts").write_text(f"{line}\n", encoding="utf-8")
+    lab.configure(PROGRAM, runner={"hostfile": "hosts"})
+    done = lab.do("dryrun")
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_a_hostfile_with_this_machine_and_its_type(lab: Lab) -> None:
+    text = "127.0.0.1 slots=1 type=CPU\nfar slots=8 type=GPU\n"
+    (lab.root / "hosts").write_text(text, encoding="utf-8")
+    envs = {"device_type_specific": {"CPU": {"KIND": "slow"}, "GPU": {"KIND": "fast"}}}
+    lab.configure(PROGRAM, runner={"hostfile": "hosts", "nnodes": 1}, envs=envs)
+    plan = json.loads(lab.do("dryrun", "json=true").stdout)
+    host = plan["hosts"][0]
+    assert (host["name"], host["nproc"], host["device_type"]) == ("127.0.0.1", 1, "CPU")
+    values = {value["name"]: value.get("value") for value in host["environment"]}
+    assert values["KIND"] == "slow"
+
+
+def test_nccl_without_a_gpu(lab: Lab) -> None:
+    lab.configure(PROGRAM)
+    done = lab.do("run", "+train.system.distributed_backend=nccl")
+    if "GPU" in done.stderr:
+        assert done.returncode == 2
+        assert "nccl is asked for, but there is no GPU" in done.stderr
+    else:
+        pytest.skip("this machine has GPUs")
+
+
+def test_an_exp_dir_that_is_a_file(lab: Lab) -> None:
+    lab.configure(PROGRAM)
+    lab.exp_dir.write_text("", encoding="utf-8")
+    done = lab.do("run")
+    assert done.returncode == 2
+    assert "is not a directory" in done.stderr
+
+
+def test_a_reader_that_leaves_early(lab: Lab) -> None:
+    lab.configure(PROGRAM)
+    words = " ".join(f"'{word}'" for word in lab.command("action=dryrun"))
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {words} | head -c 1"],
+        cwd=lab.root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == ""
+
+
+def console_script(lab: Lab, words: list[str]) -> subprocess.CompletedProcess[str]:
+    """What ``flagscale WORDS`` does in the lab."""
+    return subprocess.run(
+        [sys.executable, "-m", "flagscale.cli", *words],
+        cwd=lab.root,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        pytest.param(["--help"], 0, "flagscale logs", id="help"),
+        pytest.param(["run", "--help"], 0, "overrides, as Hydra", id="help-of-run"),
+        pytest.param([], 2, "examples", id="nothing"),
+        pytest.param(["version"], 0, "flagscale 0", id="version"),
+        pytest.param(["dryrun", "conf/lab.yaml"], 0, "#!/usr/bin/env bash", id="dryrun"),
+        pytest.param(["dryrun", "--json", "conf/lab.yaml"], 0, '"run_id"', id="json"),
+        pytest.param(
+            ["dryrun", "conf/lab.yaml", "experiment.exp_name=two words"],
+            0,
+            "two words",
+            id="override",
+        ),
+        pytest.param(["stop", "conf/lab.yaml"], 0, "nothing to stop", id="stop"),
+        pytest.param(["run"], 2, "required: CONFIG\n", id="no-words"),
+        pytest.param(
+            ["query", "none.yaml"],
+            2,
+            "error: no none.yaml in the current directory; it has no YAML",
+            id="no-file",
+        ),
+        pytest.param(
+            ["query", "conf/lab.yaml", "action=stop"],
+            2,
+            "action=stop: `flagscale query` is an action already",
+            id="two-actions",
+        ),
+        pytest.param(["run", "conf/lab.yaml", "--wrong"], 2, "unknown option --wrong", id="option"),
+    ],
+)
+def test_the_console_script(lab: Lab, words: list[str], code: int, expected: str) -> None:
+    lab.configure(PROGRAM)
+    done = console_script(lab, words)
+    assert done.returncode == code, done.stderr
+    assert expected in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_environment_that_is_not_activated_is_said(lab: Lab) -> None:
+    bare = [sys.executable, "-S", *lab.command()[1:2]]  # without its packages
+    done = subprocess.run(
+        [*bare, "--config-path", "conf", "--config-name", "lab", "action=dryrun"],
+        cwd=lab.root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "has no module yaml" in done.stderr
+    assert ". .venv/bin/activate" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_run_py_without_anything_teaches(lab: Lab) -> None:
+    done = subprocess.run(lab.command()[:2], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "action=run" in done.stdout
+
+
+def test_a_bare_clone_is_told_of_all_that_it_lacks(tmp_path: Path) -> None:
+    for name in ("flagscale", "examples"):
+        shutil.copytree(
+            PROJECT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "csrc")
+        )
+    shutil.copy(PROJECT / "run.py", tmp_path)
+    done = subprocess.run(
+        [
+            *(sys.executable, "run.py", "--config-path", "examples/llama3/conf"),
+            *("--config-name", "train", "action=run"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "train.data.data_path: no data set" in done.stderr
+    assert "there is no adapted Megatron-LM in third_party/Megatron-LM" in done.stderr
+    assert "`make data`" in done.stderr and "`make backend`" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "expected"),
+    [
+        pytest.param(["logs", "1970-ab", "-n", "0"], 1, "'1970-ab' is no run's id", id="id"),
+        pytest.param(["query", "/no/dir", "-f"], 1, "'/no/dir' is no run's id", id="directory"),
+        pytest.param(["stop", "conf/lab.yaml"], 0, "no run was started", id="yaml"),
+        pytest.param(["stop", "conf/lab"], 0, "no run was started", id="yaml-without-suffix"),
+        pytest.param(["stop", "conf/no.yaml"], 2, "no no.yaml in conf", id="missing-yaml"),
+        pytest.param(["stop", "2026-ab", "a=1"], 2, "a=1: a run that is there has", id="override"),
+        pytest.param(["run", "2026-ab"], 2, "no 2026-ab.yaml", id="not-to-find"),
+        pytest.param(["stop", "--help"], 0, "or a run: its id or directory", id="help"),
+    ],
+)
+def test_actions_that_find_a_run_take_it_itself(
+    lab: Lab, argv: list[str], code: int, expected: str
+) -> None:
+    lab.configure(PROGRAM)
+    done = console_script(lab, argv)
+    assert done.returncode == code, done.stderr
+    assert expected in done.stdout + done.stderr

@@ -1,0 +1,356 @@
+"""Whole jobs under torchrun, through the command line. Each starts torchrun once, if it can."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from support.launch_lab import Lab, rank_processes, until
+
+from flagscale.hosts import processes
+
+pytestmark = pytest.mark.integration
+
+# A program that reports what it does. TOY_PLAN says, rank by rank, what that is.
+REPORTING = """
+import os, sys, time, traceback
+from flagscale.status import StatusWriter
+
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+plan = os.environ.get("TOY_PLAN", "sleep,sleep").split(",")[rank]
+status = StatusWriter.from_environment(rank)
+status.write("started", rank=rank, pid=os.getpid(), world_size=world)
+print("hello from", rank, flush=True)
+if plan == "raise":
+    try:
+        raise ValueError("bad data in shard 7")
+    except ValueError as error:
+        status.write("failed", kind="ValueError", message=str(error),
+                     traceback=traceback.format_exc())
+        raise
+if plan == "hang":
+    time.sleep(600)
+status.write("joined", backend="gloo", seconds=0.1)
+for step in range(1, 4):
+    status.write("progress", step=step, train_steps=3, loss=1 / step, tokens_per_second=1000 * step)
+if plan == "sleep":
+    time.sleep(600)
+status.write("finished", step=3, reason="completed")
+"""
+
+SILENT = """
+import os, sys, time
+rank = int(os.environ["RANK"])
+print("silent", rank, flush=True)
+if os.environ.get("TOY_FAIL") == str(rank):
+    sys.exit(3)
+time.sleep(float(os.environ.get("TOY_SECONDS", "600")))
+"""
+
+SAVING = """
+import signal, subprocess, sys, time
+helper = subprocess.Popen(["sleep", "600"])
+def save(*_):
+    time.sleep(0.5)
+    print("saved, helper", "dead" if helper.poll() is not None else "alive", flush=True)
+    helper.terminate()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+GLOO = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+print("joined", flush=True)
+while True:
+    dist.all_reduce(torch.ones(1000))
+"""
+
+FOREIGN = """
+import subprocess, sys
+told = '''
+import flagscale, megatron.core, megatron.training
+print(flagscale.WHOSE, megatron.core.WHOSE, megatron.training.WHOSE, sep=", ", flush=True)
+'''
+exec(told)
+subprocess.run([sys.executable, "-c", told], cwd="/", check=True)  # as a loader of its own would be
+"""
+
+
+def query(lab: Lab) -> dict[str, Any]:
+    done = lab.do("query", "json=true")
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_a_run_from_start_to_stop(lab: Lab) -> None:
+    lab.configure(REPORTING)
+    started = lab.do("run")
+    assert started.returncode == 0, started.stderr
+    state = lab.state()
+    assert f"run {state.run_id} of lab: 2 rank(s) joined" in started.stdout
+    assert state.hosts[0].script.name in started.stdout
+
+    seen = query(lab)
+    assert (seen["state"], seen["joined"], seen["step"], seen["train_steps"]) == (
+        "running",
+        2,
+        3,
+        3,
+    )
+    assert seen["tokens_per_second"] == 3000
+    assert "running" in lab.do("query").stdout
+
+    again = lab.do("run")
+    assert again.returncode == 1
+    assert state.run_id in again.stderr
+
+    assert "localhost:1: hello from 1" in lab.do("logs").stdout
+    assert lab.do("logs", "rank=1").stdout == "localhost:1: hello from 1\n"
+    assert len(lab.do("logs", "lines=1").stdout.splitlines()) == 1
+    wrong = lab.do("logs", "rank=2")
+    assert wrong.returncode == 2
+    assert "ranks 0 to 1" in wrong.stderr
+
+    follower = lab.start("logs", "follow=true")
+    watcher = lab.start("query", "follow=true")
+    stopped = lab.do("stop")
+    assert stopped.returncode == 0, stopped.stderr
+    assert lab.members() == []
+    assert "stopped in" in stopped.stdout
+    assert "nothing to stop" in lab.do("stop").stdout
+    assert "hello from 0" in follower.communicate(timeout=90)[0]
+    assert follower.returncode == 0
+    assert "stopped" in watcher.communicate(timeout=90)[0]
+    assert watcher.returncode == 0
+    seen = query(lab)
+    assert (seen["state"], seen["exit_code"], seen["failure"]) == ("stopped", 143, None)
+    for name in ("plan.json", "config.yaml", "overrides.yaml"):
+        assert (lab.layout.scripts / name).is_file()
+
+
+def test_stop_lets_ranks_save_and_leaves_their_helpers_to_them(lab: Lab) -> None:
+    """A rank's data loaders must not be signalled with it: it needs them to end its step."""
+    lab.configure(SAVING, runner={"stop_grace": 20})
+    assert lab.do("run").returncode == 0
+    until(lambda: lab.output().count("ready") == 2)
+    assert lab.do("stop").returncode == 0
+    assert lab.members() == []
+    assert lab.output().count("saved, helper alive") == 2
+    seen = query(lab)
+    assert (seen["state"], seen["exit_code"]) == ("stopped", 0)
+
+
+def test_a_failure_at_the_start_is_told_at_once(lab: Lab) -> None:
+    lab.configure(REPORTING, envs={"TOY_PLAN": "hang,raise"})
+    done = lab.do("run", timeout=120)
+    assert done.returncode == 1
+    assert "localhost: rank 1 failed: ValueError: bad data in shard 7 (exit code 1)" in done.stderr
+    assert "Traceback (most recent call last)" in done.stderr
+    assert "stderr.log" in done.stderr
+    lab.gone()
+    seen = query(lab)
+    assert seen["state"] == "failed"
+    assert (seen["failure"]["rank"], seen["failure"]["exit_code"]) == (1, 1)
+
+
+def test_a_silent_program_that_fails_at_the_start(lab: Lab) -> None:
+    lab.configure(SILENT, envs={"TOY_FAIL": "1"})
+    done = lab.do("run", timeout=120)
+    assert done.returncode == 1
+    assert "localhost: rank 1 ended with exit code 3" in done.stderr
+    lab.gone()
+
+
+def test_ranks_that_do_not_join_in_time(lab: Lab) -> None:
+    lab.configure(
+        REPORTING, envs={"TOY_PLAN": "sleep,hang"}, runner={"start_timeout": 10, "stop_grace": 1}
+    )
+    done = lab.do("run", timeout=60)
+    assert done.returncode == 1
+    assert "not every rank joined within 10 s; missing: 1" in done.stderr
+    assert "start_timeout" in done.stderr
+    assert lab.members() == []
+
+
+def test_the_foreground_shows_lines_and_returns_the_jobs_code(lab: Lab) -> None:
+    lab.configure(SILENT, envs={"TOY_FAIL": "0"})
+    done = lab.do("test")
+    assert done.returncode == 1
+    assert "localhost:0: silent 0\n" in done.stdout
+    assert "localhost: flagscale: run" in done.stdout
+    assert query(lab)["failure"]["exit_code"] == 3
+
+
+def test_the_foreground_ends_well(lab: Lab) -> None:
+    lab.configure(REPORTING, envs={"TOY_PLAN": "end,end"}, runner={"foreground": True})
+    done = lab.do("run")
+    assert done.returncode == 0, done.stdout
+    seen = query(lab)
+    assert (seen["state"], seen["exit_code"], seen["step"]) == ("completed", 0, 3)
+
+
+def test_a_foreign_checkout_has_its_own_packages(lab: Lab) -> None:
+    """And what supervises it this project's, though both have a name and a working directory."""
+    theirs = {
+        "flagscale/__init__.py": "WHOSE = 'their flagscale'",
+        "flagscale/train/train_gpt.py": FOREIGN,
+        "third_party/Megatron-LM/megatron/core/__init__.py": "WHOSE = 'their core'",
+        "third_party/Megatron-LM/megatron/training/__init__.py": "WHOSE = 'their training'",
+    }
+    for name, text in theirs.items():
+        (lab.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (lab.root / name).write_text(text, encoding="utf-8")
+    told = lab.root / "told"
+    lab.configure(
+        "",
+        light=True,
+        task={"entrypoint": "flagscale/train/train_gpt.py"},
+        runner={"notify": {"command": f"cat >'{told}'", "on": ["finished"]}, "nproc_per_node": 1},
+    )
+    done = lab.do("test")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert lab.output().count("their flagscale, their core, their training") == 2
+    assert json.loads(told.read_text(encoding="utf-8"))["event"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
+def test_the_foreground_is_interrupted(lab: Lab, number: signal.Signals, code: int) -> None:
+    """The run ends with its launcher, even if that is killed."""
+    lab.configure(SILENT)
+    launcher = lab.start("test")
+    assert launcher.stdout is not None
+    for line in launcher.stdout:
+        if "silent" in line:
+            break
+    launcher.send_signal(number)
+    launcher.communicate(timeout=90)
+    assert launcher.returncode == code
+    if number is signal.SIGKILL:
+        lab.gone()
+    assert lab.members() == []
+    assert query(lab)["state"] == "stopped"
+
+
+def test_the_foreground_tells_a_stop_from_a_good_end(lab: Lab) -> None:
+    """Ranks that save and end with 0 when they are stopped elsewhere have not done their job."""
+    lab.configure(SAVING, runner={"stop_grace": 20})
+    launcher = lab.start("test")
+    until(lambda: lab.layout.state.exists() and lab.output().count("ready") == 2)
+    assert lab.do("stop").returncode == 0
+    said, _ = launcher.communicate(timeout=90)
+    assert launcher.returncode == 143
+    assert f"run {lab.state().run_id} was stopped" in said
+
+
+@pytest.mark.parametrize("victim", ["worker", "torchrun", "agent"])
+def test_a_process_of_the_run_is_killed(lab: Lab, victim: str) -> None:
+    """Nothing is left, without and after a stop; a killed rank is named as the first failure."""
+    lab.configure(SILENT, runner={"stop_grace": 1})
+    assert lab.do("run").returncode == 0
+    state = lab.state()
+    worker = rank_processes(state)[1]
+    torchrun = processes.parent(worker.pid)
+    assert torchrun is not None
+    agent = processes.parent(torchrun)
+    assert agent is not None
+    pid = {"worker": worker.pid, "torchrun": torchrun, "agent": agent}[victim]
+    os.kill(pid, signal.SIGKILL)
+    lab.gone()
+    stopped = lab.do("stop")
+    assert stopped.returncode == 0
+    assert lab.members() == []
+    seen = query(lab)
+    assert seen["state"] == "failed"
+    failure = seen["failure"]
+    if victim == "worker":
+        assert (failure["rank"], failure["exit_code"]) == (1, -9)
+        assert "SIGKILL" in failure["reason"]
+    else:
+        assert failure["rank"] is None
+        assert "SIGKILL" in failure["reason"]
+
+
+def test_stop_after_everything_that_supervises_was_killed(lab: Lab) -> None:
+    lab.configure(SILENT, runner={"stop_grace": 1})
+    assert lab.do("run").returncode == 0
+    state = lab.state()
+    ranks = rank_processes(state)
+    others = [p for p in processes.members(state.run_id) if p not in ranks.values()]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in others:
+            processes.send(process, number)
+    until(lambda: len(lab.members()) == len(ranks))
+    assert query(lab)["state"] == "running"
+    assert lab.do("stop").returncode == 0
+    assert lab.members() == []
+    assert query(lab)["state"] == "stopped"
+
+
+@pytest.mark.torch
+def test_a_killed_rank_is_named_and_not_the_one_that_lost_its_connection(lab: Lab) -> None:
+    lab.configure(GLOO)
+    assert lab.do("run").returncode == 0
+    state = lab.state()
+    until(lambda: lab.output().count("joined") == 2)
+    os.kill(rank_processes(state)[1].pid, signal.SIGKILL)
+    lab.gone()
+    failure = query(lab)["failure"]
+    assert (failure["rank"], failure["exit_code"]) == (1, -9)
+
+
+def test_stop_leaves_another_runs_torchrun_alone(lab: Lab) -> None:
+    lab.configure(SILENT)
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
+    other = subprocess.Popen(
+        [sys.executable, *words, str(lab.root / "program.py")],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert other.stdout is not None
+        assert "silent 0" in other.stdout.readline()
+        assert lab.do("run").returncode == 0
+        assert lab.do("stop").returncode == 0
+        assert lab.members() == []
+        assert other.poll() is None
+        assert processes.identify(other.pid) is not None
+    finally:
+        other.terminate()
+        other.communicate(timeout=90)
+
+
+def test_a_space_in_every_path(spaced_lab: Lab) -> None:
+    spaced_lab.configure(REPORTING, envs={"TOY_PLAN": "end,end"})
+    done = spaced_lab.do("test")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "localhost:0: hello from 0" in done.stdout
+
+
+def test_the_launcher_is_killed_while_it_waits(lab: Lab) -> None:
+    lab.configure(REPORTING, envs={"TOY_PLAN": "hang,hang"})
+    launcher = lab.start("run")
+    until(lambda: lab.layout.state.exists() and len(rank_processes(lab.state())) == 2)
+    launcher.kill()
+    launcher.communicate()
+    assert query(lab)["state"] == "starting"
+    assert lab.do("stop").returncode == 0
+    assert lab.members() == []
+
+
+def test_of_two_launches_at_once_one_is_refused(lab: Lab) -> None:
+    lab.configure(REPORTING)
+    launchers = [lab.start("run") for _ in range(2)]
+    said = [launcher.communicate(timeout=60)[0] for launcher in launchers]
+    assert sorted(launcher.returncode for launcher in launchers) == [0, 1]
+    assert any(f"run {lab.state().run_id} of lab is alive" in text for text in said)

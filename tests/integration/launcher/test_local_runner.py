@@ -1,0 +1,286 @@
+"""Scripts, agent and runner on this machine. The program stands where torchrun would."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from support.launch_bench import SLEEP, Bench
+from support.launch_lab import script_of, until
+
+from flagscale.config.schema import Commands, Environments, Runner, Train
+from flagscale.errors import RunStateError
+from flagscale.hosts import processes
+from flagscale.launcher.runners.base import Texts
+from flagscale.launcher.runners.hosts import HostRunner
+from flagscale.launcher.snapshot import Phase
+from flagscale.launcher.state import load_state
+from flagscale.launcher.stop_result import Stopped
+
+pytestmark = pytest.mark.integration
+
+HOSTILE = "a 'b' \"c\" $HOME `id` $(id) \\ , ; & | > * ? ~ # ü 🦙 -- \t end\nline 2\n"
+HOSTILE_NAME = "a 'b' \"c\" $HOME `id` ü\n,;&"
+
+
+STUBBORN = """
+    import signal, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+# A process in a session of its own, whose parent has ended.
+ORPHAN = """
+    import os, time
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "code"),
+    [
+        pytest.param("print('done')", 0, id="success"),
+        pytest.param("raise SystemExit(3)", 3, id="own-code"),
+        pytest.param("raise ValueError('no')", 1, id="exception"),
+        pytest.param("import os; os.kill(os.getpid(), 9)", 137, id="killed"),
+        pytest.param("import os; os.kill(os.getpid(), 15)", 143, id="terminated"),
+    ],
+)
+def test_the_script_ends_with_the_jobs_code(bench: Bench, program: str, code: int) -> None:
+    assert bench.run(program) == code
+    assert bench.exit_record()["code"] == code
+    assert f"ended with exit code {code}" in bench.output
+    expected = Phase.FAILED if code else Phase.COMPLETED
+    assert bench.runner.query(bench.runner_state()).phase is expected
+
+
+def test_hostile_values_arrive_as_they_are(bench: Bench) -> None:
+    exp_dir = bench.root / HOSTILE_NAME / ("very long " * 20)
+    program = """
+        import json, os, sys
+        path = os.path.join(os.environ["TARGET"], "seen.json")
+        json.dump([sys.argv[1:], os.environ["EVIL"], os.environ["BEFORE"]], open(path, "w"))
+    """
+    train = Train(model={"label": HOSTILE, "many": ["x y", "$z", "a,b"]})
+    envs = Environments({"EVIL": HOSTILE, "TARGET": str(bench.root)})
+    cmds = Commands('export BEFORE="it\'s ${TARGET:+set}"', "echo 'after '\"it's over\"")
+    assert bench.run(program, exp_dir=exp_dir, train=train, envs=envs, cmds=cmds) == 0
+    arguments, evil, before = json.loads((bench.root / "seen.json").read_text(encoding="utf-8"))
+    assert arguments[:6] == ["--label", HOSTILE, "--many", "x y", "$z", "a,b"]
+    assert arguments[arguments.index("--save") + 1] == str(exp_dir / "checkpoints")
+    assert evil == HOSTILE
+    assert before == "it's set"
+    assert "after it's over" in bench.output
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        pytest.param("false\ntrue", 1, id="first-of-two"),
+        pytest.param("(exit 7)", 7, id="own-code"),
+        pytest.param("exit 5", 5, id="exit"),
+        pytest.param("exit 0", 1, id="exit-well"),
+        pytest.param("no-such-command-here", 127, id="unknown-command"),
+        pytest.param("if then", None, id="no-bash"),
+    ],
+)
+def test_a_failing_before_start_starts_no_job(bench: Bench, command: str, code: int | None) -> None:
+    found = bench.run("print('job ran')", cmds=Commands(command, "echo after ran"))
+    assert found == code if code is not None else found != 0
+    assert "job ran" not in bench.output
+    assert "after ran" in bench.output
+    assert bench.exit_record()["phase"] == "before_start"
+    failure = bench.runner.query(bench.runner_state()).failure
+    assert failure is not None
+    how = "left the script with exit code 0" if command == "exit 0" else "failed with exit code"
+    assert f"before_start {how}" in failure.reason
+    assert f"before_start {how}" in bench.output
+
+
+def test_after_stop_always_runs_and_never_changes_the_code(bench: Bench) -> None:
+    after = Commands(after_stop="echo after ran; false")
+    assert bench.run("raise SystemExit(4)", cmds=after) == 4
+    assert "after ran" in bench.output
+    assert "after_stop failed with exit code 1" in bench.output
+    state = bench.start(SLEEP, cmds=Commands(after_stop="echo after stop"))
+    bench.runner.stop(state)
+    assert bench.runner.wait(state) == 143
+    assert "after stop" in bench.output
+
+
+def test_stop_and_stop_again(bench: Bench) -> None:
+    state = bench.start(SLEEP)
+    bench.runner.stop(state)
+    assert processes.members(state.run_id) == []
+    assert bench.exit_record()["signal"] == signal.SIGTERM
+    assert bench.runner.query(bench.runner_state()).phase is Phase.STOPPED
+    assert bench.runner.stop(state) == Stopped()
+
+
+def test_a_job_that_saves_when_it_is_stopped_has_the_time_to(bench: Bench) -> None:
+    program = """
+        import signal, sys, time
+        def save(*_):
+            time.sleep(0.3)
+            print("saved", flush=True)
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        print("ready", flush=True)
+        time.sleep(600)
+    """
+    state = bench.start(program)
+    bench.runner.stop(state)
+    assert "saved" in bench.output
+    assert bench.runner.query(bench.runner_state()).phase is Phase.STOPPED
+
+
+def test_what_ignores_term_is_killed_after_the_grace_period(bench: Bench) -> None:
+    state = bench.start(STUBBORN, runner=Runner(stop_grace=0.3))
+    bench.runner.stop(state)
+    assert processes.members(state.run_id) == []
+    assert bench.exit_record()["code"] == 143
+
+
+def test_stop_during_before_start(bench: Bench) -> None:
+    cmds = Commands("echo ready; sleep 600")
+    state = bench.start("print('job ran')", cmds=cmds)
+    bench.runner.stop(state)
+    assert processes.members(state.run_id) == []
+    assert "job ran" not in bench.output
+    assert bench.runner.query(bench.runner_state()).phase is Phase.STOPPED
+
+
+def test_stop_touches_nothing_else(bench: Bench) -> None:
+    """Neither a process of the same name and arguments nor one of another run."""
+    state = bench.start(SLEEP)
+    other = {**os.environ, "FLAGSCALE_RUN_ID": f"{state.run_id}0"}
+    words = [sys.executable, str(bench.root / "program.py"), "torch.distributed.run"]
+    bystander = subprocess.Popen(words, env=other, stdout=subprocess.DEVNULL)
+    try:
+        bench.runner.stop(state)
+        assert processes.members(state.run_id) == []
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+def test_orphans_are_ended_with_the_job(bench: Bench) -> None:
+    assert bench.run(ORPHAN) == 0
+    state = bench.runner_state()
+    assert processes.members(state.run_id) == []
+    assert len(bench.exit_record()["swept"]) == 1
+
+
+@pytest.mark.parametrize("program", [SLEEP, STUBBORN, "    print('ready')\n" + ORPHAN + SLEEP])
+def test_the_agent_is_killed(bench: Bench, program: str) -> None:
+    """Nobody has to call stop: the kernel and the script end the rest."""
+    state = bench.start(program, runner=Runner(stop_grace=0.3))
+    assert processes.send(bench.agent(state), signal.SIGKILL)
+    assert bench.runner.wait(state) == 137
+    assert processes.members(state.run_id) == []
+    assert bench.exit_record()["phase"] == "agent"
+    assert bench.runner.query(bench.runner_state()).phase is Phase.FAILED
+
+
+def test_the_script_is_killed(bench: Bench) -> None:
+    state = bench.start(SLEEP)
+    script = script_of(state)
+    assert processes.send(script, signal.SIGKILL)
+    bench.runner.wait(state)
+    until(lambda: not processes.members(state.run_id))
+    assert bench.exit_record()["signal"] is None
+    seen = bench.runner.query(bench.runner_state())
+    assert seen.phase is Phase.FAILED
+    assert seen.failure is not None
+    assert "lost its script, which was killed" in seen.failure.reason
+
+
+def test_script_and_agent_are_killed_at_once(bench: Bench) -> None:
+    state = bench.start(STUBBORN)
+    agent, script = bench.agent(state), script_of(state)
+    for process in (script, agent):
+        processes.send(process, signal.SIGSTOP)
+    for process in (script, agent):
+        processes.send(process, signal.SIGKILL)
+    until(lambda: not processes.is_alive(script) and not processes.is_alive(agent))
+    assert processes.members(state.run_id) != []
+    assert bench.runner.query(bench.runner_state()).phase is Phase.RUNNING
+    bench.runner.stop(state)
+    assert processes.members(state.run_id) == []
+
+
+def test_the_program_is_killed(bench: Bench) -> None:
+    """What it had started in sessions of their own comes to the agent, which ends it."""
+    state = bench.start("    print('ready')\n" + ORPHAN + SLEEP)
+    agent = bench.agent(state).pid
+    program = next(p for p in processes.members(state.run_id) if processes.parent(p.pid) == agent)
+    processes.send(program, signal.SIGKILL)
+    assert bench.runner.wait(state) == 137
+    assert processes.members(state.run_id) == []
+
+
+def test_a_second_run_is_refused_by_name(bench: Bench) -> None:
+    state = bench.start(SLEEP)
+    with pytest.raises(RunStateError) as raised:
+        HostRunner().submit(bench.plan(SLEEP), Texts())
+    assert state.run_id in str(raised.value)
+    assert str(state.hosts[0].pid) in str(raised.value)
+    assert load_state(bench.plans[0].layout.state) == state
+
+
+def test_secrets_reach_the_job_and_no_file(bench: Bench) -> None:
+    program = """
+        import os
+        print("length", len(os.environ["MY_API_KEY"]))
+    """
+    assert bench.run(program, envs=Environments({"MY_API_KEY": "s3cr3t s3cr3t"})) == 0
+    assert "length 13" in bench.output
+    for path in bench.root.rglob("*"):
+        assert path.is_dir() or b"s3cr3t" not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize("given", ["", "ab" * 16], ids=["of-the-run", "the-users"])
+def test_ranks_have_a_secret_which_no_file_has(bench: Bench, given: str) -> None:
+    # Digits between others: what is printed is in the output.
+    program = "import os; print('digits', '-'.join(os.environ['FSCCL_SECRET']))"
+    assert bench.run(program, envs=Environments({"FSCCL_SECRET": given} if given else {})) == 0
+    (digits,) = re.findall("digits ((?:[0-9a-f]-?){32})", bench.output)
+    made = digits.replace("-", "")
+    assert given in ("", made)
+    for path in bench.root.rglob("*"):
+        assert path.is_dir() or made.encode() not in path.read_bytes(), path
+
+
+def test_everything_is_private(bench: Bench) -> None:
+    bench.run("print()")
+    for path in [bench.root / "exp", *(bench.root / "exp").rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+
+def test_each_run_has_an_output_of_its_own(bench: Bench) -> None:
+    bench.run("print('first')")
+    first = bench.plans[-1]
+    bench.run("print('second')")
+    assert "first" not in bench.output
+    assert "first" in (first.hosts[0].run_dir / "output").read_text(encoding="utf-8")
+
+
+def test_a_command_that_cannot_be_started(bench: Bench) -> None:
+    planned = bench.plan(SLEEP)
+    host = replace(planned.hosts[0], starter=("/no/such/python",))
+    state = bench.submit(replace(planned, hosts=(host,)))
+    assert bench.runner.wait(state) == 127
+    assert "cannot start /no/such/python" in bench.output

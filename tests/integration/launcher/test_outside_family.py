@@ -1,0 +1,160 @@
+"""What an installed package brings as a family of models: checked, planned, trained."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from bed.lab import Bed
+from support.launch_lab import PROJECT, Lab
+from support.ssh_lab import ssh_lab
+
+from flagscale.status import read_events, status_files
+
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
+
+OUTSIDE = PROJECT / "tests" / "outside"
+TRAIN_GPT = PROJECT / "flagscale" / "train" / "train_gpt.py"
+TRAIN: dict[str, Any] = {
+    "system": {"device": "cpu", "logging": {"log_interval": 1, "tensorboard_dir": None}},
+    "model": {
+        **{"family": "averages", "num_layers": 1, "hidden_size": 32, "num_attention_heads": 4},
+        "untie_embeddings_and_output_weights": True,
+        **{"seq_length": 16, "micro_batch_size": 1, "global_batch_size": 4, "train_iters": 3},
+        "optimizer": {"lr": 1.0e-2, "lr_decay_style": "constant"},
+        "eval_iters": 0,
+    },
+    "data": {"mock_data": True, "vocab_size": 100, "num_workers": 0},
+}
+
+
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install the family's package as pip does it; where to."""
+    site = tmp_path / "a site's $packages"
+    about = site / "averages-1.0.dist-info"
+    about.mkdir(parents=True)
+    for name in ("averages.py", "averages_model.py"):
+        shutil.copy(OUTSIDE / name, site)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: averages\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(
+        "[flagscale.models]\naverages = averages:Averages\nbroken = averages:Nothing\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(PROJECT)]))
+    return site
+
+
+@pytest.fixture
+def ready(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    """An experiment of the family."""
+    install(tmp_path, monkeypatch)
+    lab.configure("", task={"entrypoint": str(TRAIN_GPT)}, runner={"nproc_per_node": 2})
+    path = lab.root / "conf" / "lab.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "train": TRAIN}))
+    return lab
+
+
+def test_a_family_from_outside_is_trained(ready: Lab) -> None:
+    """And goes on from its checkpoint; nobody has counted its arithmetic."""
+    planned = ready.do("dryrun")
+    assert planned.returncode == 0, planned.stderr
+    assert "averages" in planned.stdout
+    done = ready.do("test", "train.system.exit_interval=2", timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [step.get("step") for step in progress(ready)] == [1, 2]
+    losses = [step.get("loss") for step in progress(ready)]
+    assert losses[-1] < losses[0]
+    assert {step.get("mfu") for step in progress(ready)} == {None}
+    again = ready.do("test", timeout=240)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert [step.get("step") for step in progress(ready)] == [3]
+
+
+def progress(lab: Lab) -> list[Any]:
+    (host,) = lab.state().hosts
+    events = [e for file in status_files(host.run_dir / "status") for e in read_events(file)[0]]
+    return [event for event in events if event.event == "progress"]
+
+
+@pytest.mark.bed(hosts=2)
+def test_a_host_without_the_package_is_named(
+    bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything starts there."""
+    site = install(tmp_path, monkeypatch)
+    with ssh_lab(bed, tmp_path / "lab") as lab:
+        lab.configure(
+            light=False,
+            task={"entrypoint": str(TRAIN_GPT)},
+            envs={"node_specific": {"h00": {"PYTHONPATH": str(site)}}},
+            top={"train": TRAIN},
+        )
+        done = lab.do("check")
+        assert done.returncode == 2, done.stdout + done.stderr
+        rows = [line for line in done.stdout.splitlines() if line.strip(" │").startswith("family")]
+        assert [("ok" in row, "h00" in row) for row in rows] == [(True, True), (False, False)]
+        assert "no family of models is called 'averages'; known: gpt, bert" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("action", "override", "message"),
+    [
+        pytest.param(
+            "dryrun",
+            "train.system.tensor_model_parallel_size=2",
+            "tensor_model_parallel_size: 2 with family averages: its weights are not split over",
+            id="layout",
+        ),
+        pytest.param(
+            "dryrun",
+            "train.model.untie_embeddings_and_output_weights=false",
+            "false: a model of averages has an output of its own; write true",
+            id="own-rule",
+        ),
+        pytest.param(
+            "dryrun",
+            "train.model.family=average",
+            "no family of models is called 'average'; known: gpt, bert, averages, broken",
+            id="unknown",
+        ),
+        pytest.param("dryrun", "train.model.family=broken", "averages: ", id="does-not-load"),
+        pytest.param(
+            "estimate",
+            "train.model.train_iters=3",
+            "family: averages: it does not say what its layers are",
+            id="estimate",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_said_before_it_starts(
+    ready: Lab, action: str, override: str, message: str
+) -> None:
+    refused = ready.do(action, override)
+    assert refused.returncode == 2, refused.stdout
+    assert message in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_function_for_the_data_is_asked_for_before_it_starts(lab: Lab) -> None:
+    """On the host, in the environment of its ranks."""
+    given = {"dataloader_type": "external", "external_data": "own_data.web:batch", "num_workers": 0}
+    train = {**TRAIN, "data": {**given, "vocab_size": 100}}
+    train["model"] = {key: value for key, value in TRAIN["model"].items() if key != "family"}
+    package = lab.root / "some packages" / "own_data"
+    lab.configure("", task={"entrypoint": str(TRAIN_GPT)}, envs={"PYTHONPATH": str(package.parent)})
+    path = lab.root / "conf" / "lab.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "train": train}))
+    refused = lab.do("run")
+    assert refused.returncode == 2, refused.stdout
+    key = "train.data.external_data"
+    assert f"{key}: there is no module own_data.web" in refused.stderr, refused.stderr
+    package.mkdir(parents=True)
+    (package / "web.py").write_text("def batches(args, tokenizer, split, samples): ...\n")
+    refused = lab.do("run")
+    assert f"{key}: own_data.web has no function batch" in refused.stderr, refused.stderr
+    assert "did you mean batches?" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert lab.do("check", f"{key}=own_data.web:batches").returncode == 0

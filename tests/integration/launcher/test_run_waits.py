@@ -1,0 +1,141 @@
+"""What ``action=run`` waits for, and what it makes of failures meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from support.launch_lab import PROJECT, Lab, until
+
+from flagscale.launcher.runners.hosts import HostRunner
+from flagscale.launcher.start import wait_until_started
+
+pytestmark = pytest.mark.integration
+
+# Reports stage by stage. In attempt n, RAISE_<n> names the rank that raises once the other has
+# joined; files that a test makes let the job get on.
+STAGES = f"""
+import os, sys, time, traceback
+from pathlib import Path
+sys.path.insert(0, {str(PROJECT)!r})
+from flagscale.status import StatusWriter
+
+rank, attempt = int(os.environ["RANK"]), os.environ["FLAGSCALE_ATTEMPT"]
+status = StatusWriter.from_environment(rank)
+status.write("started", rank=rank, pid=os.getpid())
+if os.environ.get("RAISE_" + attempt) == str(rank):
+    other = Path(os.environ["FLAGSCALE_STATUS_DIR"]) / f"rank_{{1 - rank}}.jsonl"
+    while not other.exists() or "joined" not in other.read_text():
+        time.sleep(0.01)
+    try:
+        raise ValueError("bad data in shard 7")
+    except ValueError as error:
+        status.write("failed", kind="ValueError", message=str(error),
+                     traceback=traceback.format_exc())
+        raise
+status.write("joined", backend="none")
+while not Path(__file__).with_name("go").exists():
+    time.sleep(0.01)
+if rank == 0:
+    status.write("progress", step=1, train_steps=9, loss=1.0)
+time.sleep(600)
+"""
+
+
+def test_a_failure_that_is_followed_by_another_attempt_is_waited_through(lab: Lab) -> None:
+    lab.configure(STAGES, light=True, runner={"max_restarts": 1}, envs={"RAISE_0": "1"})
+    done = lab.do("run")
+    assert done.returncode == 0, done.stderr
+    failed = "localhost: rank 1 failed: ValueError: bad data in shard 7"
+    assert f"attempt 1 of 2 failed: {failed}" in done.stderr
+    assert "the job starts again" in done.stderr
+    assert "2 rank(s) joined" in done.stdout
+    assert len(lab.members()) > 2
+
+
+def test_the_last_attempts_failure_is_the_verdict(lab: Lab) -> None:
+    lab.configure(
+        STAGES, light=True, runner={"max_restarts": 1}, envs={"RAISE_0": "1", "RAISE_1": "0"}
+    )
+    done = lab.do("run")
+    assert done.returncode == 1
+    assert "attempt 1 of 2 failed: localhost: rank 1" in done.stderr
+    failed = "localhost: rank 0 failed: ValueError: bad data in shard 7"
+    assert f"run {lab.state().run_id} failed in attempt 2: {failed}" in done.stderr
+    lab.gone()
+
+
+def test_nothing_is_waited_for(lab: Lab) -> None:
+    lab.configure(STAGES, light=True, runner={"wait_for": "none"}, cmds={"before_start": "sleep 9"})
+    done = lab.do("run")
+    assert done.returncode == 0, done.stderr
+    assert "its scripts were started" in done.stdout
+    assert not list(lab.state().hosts[0].run_dir.glob("status/rank_*"))
+    assert lab.do("stop").returncode == 0
+    assert lab.members() == []
+
+
+def test_the_first_step_is_waited_for(lab: Lab) -> None:
+    lab.configure(STAGES, light=True, runner={"wait_for": "step"})
+    launcher = lab.start("run")
+    assert launcher.stdout is not None
+    shown = until(lambda: "joined" in (line := launcher.stdout.readline()) and line)
+    assert "2 rank(s) joined in" in shown
+    assert "waiting for the first step" in shown
+    assert launcher.poll() is None
+    (lab.root / "go").touch()
+    assert "2 rank(s) joined and are past the first step" in launcher.communicate(timeout=90)[0]
+    assert launcher.returncode == 0
+
+
+def test_ranks_that_joined_in_time_are_left_to_take_theirs(lab: Lab) -> None:
+    lab.configure(STAGES, light=True)
+    assert lab.do("run").returncode == 0
+    seen = wait_until_started(lab.state(), HostRunner(), 0.1, "step")
+    assert "0.1 s later are still busy with the first step. The run goes on" in seen
+    assert len(lab.members()) > 2
+
+
+TINY = {
+    "system": {
+        "distributed_backend": "gloo",
+        "precision": {"bf16": False},
+        "checkpoint": {"exit_on_missing_checkpoint": True},
+    },
+    "model": {
+        "num_layers": 1,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "seq_length": 8,
+        "micro_batch_size": 1,
+        "global_batch_size": 1,
+        "train_iters": 1,
+        "disable_bias_linear": True,
+        "position_embedding_type": "rope",
+        "eval_iters": 0,
+        "optimizer": {"lr": 1.0e-3},
+    },
+    "data": {"mock_data": True, "vocab_size": 100, "num_workers": 0},
+}
+
+
+@pytest.mark.torch
+def test_what_does_not_fit_after_joining_is_told(lab: Lab, tmp_path: Path) -> None:
+    """The training program itself: its ranks have met when it finds that it has nothing to load.
+    A preflight would have told it before."""
+    lab.configure("", task={"entrypoint": None}, runner={"nproc_per_node": 1, "preflight": False})
+    conf = lab.root / "conf" / "lab.yaml"
+    config = yaml.safe_load(conf.read_text(encoding="utf-8"))
+    none = tmp_path / "none"
+    none.mkdir()
+    config["train"] = TINY | {"system": {**TINY["system"], "logging": {"tensorboard_dir": None}}}
+    config["train"]["system"]["checkpoint"] |= {"load": str(none), "save": None}
+    conf.write_text(yaml.safe_dump(config), encoding="utf-8")
+    done = lab.do("run", timeout=120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 rank(s) joined" in done.stderr
+    assert "waiting for the model, the data and the checkpoint" in done.stderr
+    assert "rank 0 failed: CheckpointError" in done.stderr
+    assert f"{none} holds no checkpoint" in done.stderr
+    lab.gone()

@@ -1,0 +1,228 @@
+"""Runs are found, listed and ended, whatever has become of their directories."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.launch_lab import PROJECT, Lab, remove, until
+from support.ssh_lab import STEADY
+
+from flagscale.hosts import processes
+from flagscale.launcher.state import RunState
+
+pytestmark = pytest.mark.integration
+
+PROGRAM = STEADY.replace("{project!r}", repr(str(PROJECT)))
+FAILS = """\
+import os, sys, time
+sys.path.insert(0, {project!r})
+from flagscale.status import StatusWriter
+rank = int(os.environ["RANK"])
+status = StatusWriter.from_environment(rank)
+status.write("joined", backend="none")
+if rank == 1:
+    status.write("failed", kind="ValueError", message="no such token", traceback="")
+    sys.exit(3)
+time.sleep(600)
+""".replace("{project!r}", repr(str(PROJECT)))
+
+
+@pytest.fixture(autouse=True)
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state/flagscale/runs"
+
+
+def flagscale(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flagscale.cli", *argv],
+        cwd=cwd,
+        env={**Lab.environment(), "PYTHONPATH": str(PROJECT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def listed(root: Path, *argv: str) -> dict[str, dict[str, Any]]:
+    """What ``flagscale runs`` lists, by id."""
+    done = flagscale("runs", "--json", *argv, cwd=root)
+    assert done.returncode == 0, done.stderr
+    return {row["run_id"]: row for row in json.loads(done.stdout)}
+
+
+def start(lab: Lab, **experiment: Any) -> RunState:
+    lab.configure(PROGRAM, light=True, **experiment)
+    done = lab.do("run")
+    assert done.returncode == 0, done.stderr
+    return lab.state()
+
+
+def ended(state: RunState) -> bool:
+    return not processes.members(state.run_id)
+
+
+@pytest.mark.parametrize("by", ["id", "beginning", "directory", "configuration"])
+def test_a_run_without_its_directory_is_ended(lab: Lab, by: str) -> None:
+    state = start(lab)
+    texts = {
+        "id": state.run_id,
+        "beginning": state.run_id[:-2],
+        "directory": "./exp",
+        "configuration": "conf/lab.yaml",
+    }
+    remove(lab.exp_dir)
+    assert processes.members(state.run_id)
+    done = flagscale("stop", texts[by], cwd=lab.root)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"run {state.run_id} of lab stopped in" in done.stdout
+    assert ended(state)
+    assert not lab.exp_dir.exists()
+    again = flagscale("stop", texts[by], cwd=lab.root)
+    assert again.returncode == 0
+    assert f"run {state.run_id} of lab has ended already (stopped)" in again.stdout
+
+
+def test_what_was_never_started_is_not_stopped(lab: Lab) -> None:
+    lab.configure(PROGRAM, light=True)
+    by_config = flagscale("stop", "conf/lab.yaml", cwd=lab.root)
+    assert by_config.returncode == 0
+    assert "nothing to stop" in by_config.stdout
+    by_id = flagscale("stop", "19700101-000000-nobody", cwd=lab.root)
+    assert by_id.returncode == 1
+    assert "is no run's id" in by_id.stderr
+
+
+@pytest.mark.parametrize("preflight", [True, False])
+def test_nothing_starts_beside_a_run_whose_files_are_gone(lab: Lab, preflight: bool) -> None:
+    state = start(lab, runner={"preflight": preflight})
+    remove(lab.exp_dir)
+    done = lab.do("run")
+    assert done.returncode == 1
+    assert f"run {state.run_id} of lab is alive in {lab.exp_dir}" in done.stderr
+    assert len(processes.ranks(processes.members(state.run_id))) == 2
+    assert lab.do("stop").returncode == 0
+    assert lab.do("run").returncode == 0
+    assert lab.state().run_id != state.run_id
+    assert lab.do("stop").returncode == 0
+
+
+def test_a_relative_directory_is_found_from_another_one(lab: Lab, tmp_path: Path) -> None:
+    """``run`` says that there is a run elsewhere already, and ``stop`` ends that one."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    first = start(lab, exp_dir="exp")
+    assert first.exp_dir == lab.exp_dir
+    config = str(lab.root / "conf/lab.yaml")
+    second = flagscale("run", config, cwd=elsewhere)
+    assert second.returncode == 0, second.stderr
+    note = f"note: run {first.run_id} of this configuration lives in {lab.exp_dir}"
+    assert note in second.stderr
+    own = flagscale("stop", config, cwd=elsewhere)
+    assert own.returncode == 0
+    assert first.run_id not in own.stdout
+    assert not ended(first)
+    third = tmp_path / "third"
+    third.mkdir()
+    queried = flagscale("query", config, "--json", cwd=third)
+    assert json.loads(queried.stdout)["run_id"] == first.run_id
+    stopped = flagscale("stop", config, cwd=third)
+    assert f"note: run {first.run_id} was started in {lab.exp_dir}" in stopped.stderr
+    assert stopped.returncode == 0
+    assert ended(first)
+    nothing = flagscale("stop", config, cwd=third)
+    assert (nothing.returncode, "nothing to stop" in nothing.stdout) == (0, True)
+
+
+def test_runs_are_listed(lab: Lab) -> None:
+    first = start(lab)
+    until(lambda: listed(lab.root)[first.run_id]["step"])
+    row = listed(lab.root)[first.run_id]
+    assert (row["name"], row["state"], row["hosts"]) == ("lab", "running", ["localhost"])
+    assert (row["exp_dir"], row["there"], row["failures"]) == (str(lab.exp_dir), True, [])
+    assert row["step"].endswith("/10000")
+    assert row["started"] == first.started
+    for text in (first.run_id, "./exp"):
+        assert len(flagscale("logs", text, "-n", "1", cwd=lab.root).stdout.splitlines()) == 1
+        queried = flagscale("query", text, "--json", cwd=lab.root)
+        assert json.loads(queried.stdout)["run_id"] == first.run_id
+    table = flagscale("runs", cwd=lab.root).stdout
+    heading = next(line for line in table.splitlines() if "state" in line)
+    assert heading.split() == ["run", "name", "state", "step", "age", "hosts", "directory"]
+    shown = next(line for line in table.splitlines() if first.run_id in line)
+    assert shown.split()[1:3] == ["lab", "running"]
+    remove(lab.exp_dir)
+    row = listed(lab.root)[first.run_id]
+    assert (row["state"], row["there"]) == ("running", False)
+    assert flagscale("stop", first.run_id, cwd=lab.root).returncode == 0
+    assert listed(lab.root)[first.run_id]["state"] == "stopped"
+    queried = json.loads(flagscale("query", first.run_id, "--json", cwd=lab.root).stdout)
+    assert [queried["state"], *(host["state"] for host in queried["hosts"])] == ["stopped"] * 2
+    assert f"{lab.exp_dir} (gone)" in flagscale("runs", cwd=lab.root).stdout.replace("\n", "")
+
+
+@pytest.mark.parametrize("by", ["id", "directory", "configuration"])
+def test_a_runs_attempts_are_listed_with_their_failures(lab: Lab, by: str) -> None:
+    lab.configure(FAILS, light=True, runner={"max_restarts": 1, "wait_for": "none"})
+    assert lab.do("run").returncode == 0
+    first = lab.state()
+    until(lambda: listed(lab.root)[first.run_id]["state"] == "failed")
+    argv = {"id": first.run_id, "directory": "./exp", "configuration": "conf/lab.yaml"}[by]
+    for there in (True, False):
+        done = flagscale("runs", argv, cwd=lab.root)
+        assert done.returncode == 0
+        for attempt in (1, 2):
+            assert f"{first.run_id} attempt {attempt}: localhost: rank 1 failed" in done.stdout
+            assert "ValueError: no such token" in done.stdout
+        if there:
+            remove(lab.exp_dir)
+    assert flagscale("runs", "./nowhere", cwd=lab.root).returncode == 1
+
+
+def test_a_run_that_is_not_registered_is_found_by_its_processes(lab: Lab, registry: Path) -> None:
+    state = start(lab)
+    shutil.rmtree(registry)
+    remove(lab.exp_dir)
+    row = listed(lab.root)[state.run_id]
+    assert (row["state"], row["exp_dir"]) == ("running", str(lab.exp_dir))
+    refused = lab.do("run")
+    assert refused.returncode == 1
+    assert f"run {state.run_id}" in refused.stderr
+    done = flagscale("stop", state.run_id, cwd=lab.root)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ended(state)
+    assert state.run_id not in listed(lab.root)
+
+
+def test_a_registry_that_cannot_be_written_costs_a_note(lab: Lab, registry: Path) -> None:
+    registry.parents[1].write_text("a file", encoding="utf-8")
+    lab.configure(PROGRAM, light=True)
+    done = lab.do("run")
+    assert done.returncode == 0
+    state = lab.state()
+    assert f"note: run {state.run_id} is not registered: {registry.parents[0]}" in done.stderr
+    assert flagscale("stop", state.run_id, cwd=lab.root).returncode == 0
+    assert ended(state)
+
+
+def test_a_launcher_that_dies_leaves_a_run_to_stop(lab: Lab, registry: Path) -> None:
+    lab.configure(PROGRAM, light=True)
+    launcher = lab.start("run")
+    until(lambda: list(registry.glob("*.json")))
+    until(lab.layout.state.exists)
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    (path,) = registry.glob("*.json")
+    run_id = path.stem
+    remove(lab.exp_dir)
+    done = flagscale("stop", run_id, cwd=lab.root)
+    assert done.returncode == 0, done.stderr
+    assert not processes.members(run_id)

@@ -1,0 +1,105 @@
+"""A host's script that people start themselves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.launch_bench import SLEEP, Bench
+from support.launch_lab import until
+
+from flagscale.config.schema import Commands, Environments, Runner
+from flagscale.hosts import processes
+
+pytestmark = pytest.mark.integration
+
+
+def test_the_script_runs_by_hand_again(bench: Bench) -> None:
+    assert bench.run("raise SystemExit(6)") == 6
+    script = bench.plans[-1].hosts[0].script
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 6
+    assert str(bench.plans[-1].hosts[0].run_dir) in done.stdout
+    assert bench.exit_record()["code"] == 6
+
+
+def files_below(directory: Path) -> dict[Path, tuple[int, bytes]]:
+    """Every file, with when it was written and what it holds."""
+    found = (path for path in directory.rglob("*") if path.is_file())
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in found}
+
+
+BESIDE = Commands('touch "$MARKS/before"; echo ready; sleep "$BEFORE"', 'touch "$MARKS/after"')
+
+
+@pytest.mark.parametrize(
+    ("before", "lives"),
+    [pytest.param("0", "agent", id="the-job"), pytest.param("600", "script", id="before_start")],
+)
+def test_a_second_start_of_a_living_runs_script_changes_and_runs_nothing(
+    bench: Bench, before: str, lives: str
+) -> None:
+    marks = bench.root / "marks"
+    marks.mkdir()
+    envs = Environments({"BEFORE": before, "MARKS": str(marks)})
+    # After a stop has begun there is time for after_stop, however busy the machine is.
+    state = bench.start(SLEEP, envs=envs, cmds=BESIDE, runner=Runner(stop_grace=30.0))
+    agent = bench.agent(state) if lives == "agent" else None
+    if agent is not None:
+        until(lambda: bench.output.count("ready") == 2)
+    (marks / "before").unlink()
+    written = files_below(bench.root)
+    script = str(state.hosts[0].script)
+    done = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    pid = agent.pid if agent is not None else state.hosts[0].pid
+    assert f"is alive already ({lives} {pid}); nothing was changed" in done.stderr
+    assert files_below(bench.root) == written
+    assert processes.members(state.run_id)
+    bench.runner.stop(state)
+    assert processes.members(state.run_id) == []
+    # It was the first start's own end that ran after_stop; from now on the script starts again.
+    assert (marks / "after").exists()
+    again = subprocess.Popen(["bash", script], stdout=subprocess.PIPE, text=True)
+    assert again.stdout is not None
+    until(lambda: "ready" in again.stdout.readline())
+    processes.sweep(state.run_id, 10)
+    again.communicate(timeout=90)
+
+
+def test_of_two_starts_by_hand_at_once_one_is_refused(bench: Bench) -> None:
+    planned = bench.plan(SLEEP)
+    bench.write(planned)
+    command = ["bash", str(planned.hosts[0].script)]
+    scripts = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for _ in range(8)
+    ]
+    until(lambda: sum(script.poll() is not None for script in scripts) == 7)
+    for script in scripts:
+        if script.poll() is None:
+            assert script.pid == int(planned.hosts[0].pid_file.read_text())
+            script.terminate()
+        script.communicate(timeout=90)
+    assert sorted(script.returncode for script in scripts) == [1] * 7 + [143]
+    assert processes.members(planned.run_id) == []
+
+
+def test_ctrl_c_in_a_terminal_stops_a_script_run_by_hand(bench: Bench) -> None:
+    planned = bench.plan(SLEEP)
+    bench.write(planned)
+    script = subprocess.Popen(
+        ["bash", str(planned.hosts[0].script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert script.stdout is not None
+    until(lambda: "ready" in script.stdout.readline())
+    os.killpg(script.pid, signal.SIGINT)  # what a terminal does
+    assert script.wait(20) == 130
+    assert processes.members(planned.run_id) == []

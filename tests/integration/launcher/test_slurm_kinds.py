@@ -1,0 +1,112 @@
+"""Runs on a Slurm of another kind: it finds processes by their groups, and its nodes have GPUs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.launch_lab import until
+from support.slurm_lab import Cluster, SlurmLab, needed_cluster, slurm_lab
+
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
+
+
+@pytest.fixture(scope="module")
+def slurm_cluster() -> Iterator[Cluster]:
+    settings = {"ProctrackType": "proctrack/pgid", "KillWait": "1"}
+    with needed_cluster(settings=settings, gpus=("A", "B")) as made:
+        yield made
+
+
+@pytest.fixture
+def lab(slurm_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[SlurmLab]:
+    with slurm_lab(slurm_cluster, request.node.name) as made:
+        yield made
+
+
+def command(words: str) -> tuple[str, str]:
+    given = f"experiment.task.command=[bash, -c, {json.dumps(words)}]"
+    return ("experiment.task.type=command", given)
+
+
+# In time nothing of it ends by itself.
+STAYS = command("trap '' TERM; setsid sleep 599 & while :; do sleep 1; done")
+
+
+def strays(lab: SlurmLab) -> set[str]:
+    """The hosts on which what has left its group lives."""
+    hosts = lab.cluster.slurm.bed.hosts
+    return {host.name for host in hosts for p in host.processes() if p.argv[-1:] == ("599",)}
+
+
+def test_what_leaves_its_group_outlives_no_cancel(lab: SlurmLab) -> None:
+    lab.slurm()
+    (row,) = (check for check in lab.checks() if check.name == "proctrack")
+    assert (row.ok, row.warning, "outlives scancel" in row.found) == (True, True, True)
+    lab.submit(*STAYS)
+    until(lambda: strays(lab) == {"h00", "h01"})
+    lab.cluster.slurm.run("scancel", lab.job)
+    until(lambda: not strays(lab) and lab.processes() == [], 20)
+    output = lab.state().hosts[1].output
+    until(lambda: "h01: ended what Slurm has left: " in output.read_text())
+    assert lab.until_warned() == f"job {lab.job} was cancelled"
+    assert lab.query()["state"] == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        pytest.param(
+            {"gpus_per_node": "2"},
+            {"h00:0: 0 of 2 has 0,1", "h01:1: 1 of 2 has 0,1"},
+            id="alike",
+        ),
+        pytest.param(
+            {
+                "time": "5:00",
+                "device_type_specific": {
+                    "A": {"nodes": 1, "gpus_per_node": "A:2", "constraint": "A"},
+                    "B": {"nodes": 1, "gpus_per_node": "B:1", "constraint": "B"},
+                },
+            },
+            {"h00:0: 0 of 2 has 0,1", "h01:1: 1 of 2 has 0"},
+            id="unlike",
+        ),
+    ],
+)
+def test_gpus(lab: SlurmLab, section: dict[str, Any], said: set[str]) -> None:
+    """Each rank of a command, of which a node has one, sees those that its node was given."""
+    lab.slurm(runner={"nproc_per_node": None}, **section)
+    done = lab.do("test", *command("echo $RANK of $WORLD_SIZE has $CUDA_VISIBLE_DEVICES"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert said <= set(done.stdout.splitlines())
+
+
+FREEZER = Path("/sys/fs/cgroup/freezer")
+
+
+@pytest.fixture
+def kernels_groups() -> Iterator[None]:
+    """Control groups of version 1, without what the test has left of them."""
+    if "freezer" not in Path("/proc/cgroups").read_text():
+        pytest.skip("this kernel has no freezer of version 1")
+    yield
+    left = [path for name in ("slurm_h00", "slurm_h01") for path in FREEZER.glob(f"{name}/**/")]
+    for path in sorted(left, reverse=True):
+        path.rmdir()
+
+
+def test_the_kernels_groups_leave_nothing(kernels_groups: None) -> None:
+    settings = {"ProctrackType": "proctrack/cgroup", "KillWait": "1"}
+    with needed_cluster(settings=settings) as made, slurm_lab(made, "groups") as lab:
+        lab.slurm()
+        assert "proctrack" not in {check.name for check in lab.checks()}
+        lab.submit(*STAYS)
+        until(lambda: strays(lab) == {"h00", "h01"})
+        lab.cluster.slurm.run("scancel", lab.job)
+        until(lambda: not strays(lab) and lab.processes() == [], 20)
+        assert lab.until_warned() == f"job {lab.job} was cancelled"
+        assert lab.query()["state"] == "stopped"

@@ -1,0 +1,28 @@
+"""Training as a job of Slurm's."""
+
+from __future__ import annotations
+
+import pytest
+from support.launch_lab import until
+from support.slurm_lab import Cluster, slurm_lab
+from support.training_lab import PROGRAM, losses, sections
+
+pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
+
+
+def test_a_requeued_training_goes_on(slurm_cluster: Cluster) -> None:
+    """At the step after the last one done, with what it had learned."""
+    with slurm_lab(slurm_cluster, "training") as lab:
+        slurm = {"nodes": 2, "requeue": 1}
+        runner = {"type": "slurm", "nproc_per_node": 1, "stop_grace": 20, "slurm": slurm}
+        task = {"entrypoint": str(PROGRAM)}
+        kept = str(lab.exp_dir / "checkpoints")
+        train = sections(checkpoint={"save": kept, "load": kept, "ckpt_format": "torch_dist"})
+        lab.configure("", runner=runner, task=task, train=train)
+        lab.submit()
+        until(lambda: len(losses(lab)) >= 3, 90)
+        lab.cluster.slurm.run("scontrol", "requeue", lab.job)
+        until(lambda: (done := losses(lab)) and done[0][0] > 1, 120)
+        assert lab.do("stop").returncode == 0
+        steps = [step for step, *_ in (*losses(lab, "status-before-1-status"), *losses(lab))]
+        assert steps == [*range(1, len(steps) + 1)]

@@ -1,0 +1,14 @@
+"""Command lines of the benchmark, for its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flagscale.bench.collectives.cli import read_specs
+from flagscale.bench.collectives.spec import BenchSpec
+
+
+def parse_spec(words: Sequence[str], *, keeps: bool = True) -> BenchSpec:
+    """The one run that a command line describes."""
+    (spec,) = read_specs(words, keeps=keeps)
+    return spec

@@ -1,0 +1,253 @@
+"""What the field's experiments ask for, as tables: keys and values alone, by the experiment.
+
+A YAML of FlagScale says for a model of some billions of weights how it is trained on hosts of eight
+devices. What nearly all say is ``BASE`` (or ``PLAIN``); an entry says what it says otherwise, and
+``None`` that it does not say it. Paths, which people fill in, are of a workspace.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from support.field_sections import (
+    AQUILA,
+    BASE,
+    HETERO,
+    IMAGES,
+    LATENT,
+    LLAMA,
+    MTP,
+    ONE_IMAGE,
+    PLAIN,
+    QWEN,
+    Values,
+)
+
+
+class Case(NamedTuple):
+    """An experiment, what becomes of it, and the ranks that it is planned for."""
+
+    train: Values
+    ranks: int = 8
+    program: str = "flagscale/train/train_gpt.py"
+    runner: Values | None = None
+    """Beside the number of hosts."""
+    backend: str = "megatron"
+    tuned: Values | None = None
+    """The section ``auto_tuner``."""
+    refused: tuple[str, ...] = ()
+    """A part of each refusal; none where it dry-runs."""
+
+
+_SPACE: Values = {"space": {"tensor_model_parallel_size": [1, 2, 4, 8]}, "control": {"max_time": 9}}
+_TWICE = ("'weight_decay' is given twice",)
+
+_AQUILA_8B: Values = {
+    **PLAIN,
+    **AQUILA,
+    **dict.fromkeys(("rampup_save_interval", "rampup_batch_size")),
+}
+_AQUILA_MESHES: Values = {
+    **BASE,
+    **HETERO,
+    "hetero_use_cpu_communication": False,
+    "distributed_backend": "flagcx",
+    "add_qkv_bias": True,
+    "pipeline_model_parallel_size": 2,
+    "hetero_pipeline_layer_split": [12, 12],
+    "hetero_process_meshes": [1, 1, 1, 2, 1, 1, 1, 1, 2, 1],
+    "hetero_device_types": ["A800", "mlu590"],
+    "num_layers": 24,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "norm_init_weight": 0.8441,
+    "multiple_of": 128,
+    "lr_wsd_decay_style": "cosine",
+}
+_STAGES: Values = {
+    f"recompute_{what}_per_stage_micro_batch": [[1, 30, 0, 2, 0]] * 3
+    for what in ("granularity", "method", "num_layers")
+}
+EXPERIMENTS: dict[str, Case] = {
+    "aquila": Case(_AQUILA_8B),
+    "aquila-70b": Case({**PLAIN, **AQUILA, "num_layers": 80, "hidden_size": 8192}, ranks=32),
+    "aquila-tuner": Case(_AQUILA_8B, tuned=_SPACE),
+    "aquila-tuner-of-meshes": Case(_AQUILA_MESHES, ranks=4, tuned=_SPACE),
+    "aquila-cloud": Case(
+        _AQUILA_8B,
+        runner={"type": "cloud", "rdzv_id": "demo", "node_rank": 0, "master_port": 12345},
+        refused=("cloud: this version launches with", "the launcher numbers the hosts"),
+    ),
+    "aquila-meshes": Case(
+        {
+            **PLAIN,
+            **HETERO,
+            **_STAGES,
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 3,
+            "hetero_pipeline_layer_split": [6, 2, 4],
+            "hetero_process_meshes": [2, 1, 1, 1, 1, 4, 1, 1, 1, 1, 2, 1, 1, 1, 1],
+            "hetero_device_types": ["A800", "A800", "A800"],
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+            "num_layers": 12,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "optimizer": {"weight_decay": 0.01},
+        },
+        refused=_TWICE,
+    ),
+    "deepseek": Case({**LATENT, **MTP}),
+    "deepseek-tuner": Case({**LATENT, **MTP}, tuned=_SPACE),
+    "deepseek-adapters": Case(
+        {
+            **LATENT,
+            **MTP,
+            "finetune": True,
+            "pretrained_checkpoint": "/models/deepseek",
+            "peft_type": "lora",
+            "lora_dim": 32,
+            "lora_alpha": 64,
+            "lora_dropout": 0.1,
+            "lora_dropout_position": "post",
+            "lora_in_init_method": "xavier",
+            "lora_out_init_method": "zero",
+        },
+    ),
+    "deepseek-light": Case(
+        {
+            **LATENT,
+            "pipeline_model_parallel_size": 4,
+            "decoder_first_pipeline_num_layers": None,
+            "expert_model_parallel_size": 2,
+            "num_layers": 16,
+            "moe_layer_freq": "[0]+[1]*15",
+            "use_dualpipev": True,
+            "moe_fb_overlap": True,
+            "moe_shared_expert_overlap": False,
+        },
+    ),
+    "deepseek-meshes": Case(
+        {
+            **LATENT,
+            **MTP,
+            **HETERO,
+            "decoder_first_pipeline_num_layers": None,
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 3,
+            "expert_model_parallel_size": 2,
+            "expert_tensor_parallel_size": 2,
+            "add_qkv_bias": True,
+            "q_lora_rank": 1536,
+            "num_layers": 24,
+            "moe_layer_freq": "[0]+[1]*23",
+            "hetero_pipeline_layer_split": [11, 6, 7],
+            "hetero_process_meshes": [1, 1, 2, 4, 1, 1, 1, 2, 2, 1, 1, 1, 2, 2, 1],
+            "expert_tensor_parallel_size_per_process_mesh": [1, 1, 1],
+            "hetero_device_types": ["A800", "A800", "A800"],
+            "no_create_attention_mask_in_dataloader": True,
+        },
+        ranks=8,
+    ),
+    "llama2": Case({**LLAMA, "optimizer": {"weight_decay": 0.01}}, refused=_TWICE),
+    "llama3": Case({**LLAMA, "tensor_model_parallel_size": 4}),
+    "llama3-meshes": Case(
+        {
+            **LLAMA,
+            **HETERO,
+            "hetero_use_cpu_communication": True,
+            "tensor_model_parallel_size": 4,
+            "pipeline_model_parallel_size": 2,
+            "hetero_pipeline_layer_split": [18, 14],
+            "hetero_process_meshes": [2, 1, 1, 4, 1, 4, 1, 1, 2, 1],
+            "hetero_device_types": ["A800", "A100"],
+        },
+        ranks=16,
+        program="flagscale/train/hetero/train_gpt.py",
+    ),
+    "mixtral": Case(
+        {
+            **LLAMA,
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 4,
+            "expert_model_parallel_size": 4,
+            "num_experts": 8,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_router_topk": 2,
+            "moe_aux_loss_coeff": 0.02,
+        },
+        ranks=32,
+    ),
+    "qwen2.5": Case(
+        {
+            **BASE,
+            "distributed-timeout-minutes": 60,
+            "rampup_save_interval": 50000,
+            "num_layers": 28,
+            "hidden_size": 1536,
+            "num_attention_heads": 12,
+            "num_query_groups": 2,
+            "ffn_hidden_size": 8960,
+            "add_qkv_bias": True,
+            "norm_init_weight": 0.02,
+            "untie_embeddings_and_output_weights": False,
+            "weight_decay": 0.0,
+            "finetune": True,
+            "apply_sft_dataset_separated_loss_mask_if_existed": True,
+            "tokenizer_type": "HFTokenizerFS",
+        },
+    ),
+    "qwen2.5-conversion": Case(
+        {
+            **BASE,
+            "num_layers": 28,
+            "hidden_size": 1536,
+            "num_attention_heads": 12,
+            "ckpt_convert_format": "torch",
+            "ckpt_convert_save": "converted",
+        },
+        refused=(
+            "ckpt_convert_format: cannot be given: it would convert the checkpoint of `load` and "
+            "end without training, which `flagscale convert` does",
+            "ckpt_convert_save: cannot be given",
+        ),
+    ),
+    "qwen3": Case({**QWEN, "kv_channels": 128, "qk_layernorm": True}),
+    "qwen3-tuner": Case({**QWEN, "qk_layernorm": True}, tuned=_SPACE),
+    "qwq": Case({**QWEN, "num_attention_heads": 40, "ffn_hidden_size": 27648}),
+    "llava1.5": Case(ONE_IMAGE, program="checkout/flagscale/train/train_llava.py"),
+    "llava-onevision": Case(
+        {**IMAGES, "image_aspect_ratio": "anyres_max_9", "mm_patch_merge_type": "spatial_unpad"},
+        program="checkout/flagscale/train/train_llava_onevision.py",
+    ),
+    "qwen2.5-vl": Case(
+        {
+            **IMAGES,
+            "position_embedding_type": "mrope",
+            "mrope_section": [16, 24, 24],
+            "max_padding_length": 2048,
+            "enable_variable_seq_lengths": True,
+            "vision_root": "data",
+            "extra_vocab_size": 421,
+        },
+        program="checkout/flagscale/train/train_qwen2_5_vl.py",
+    ),
+    "rwkv": Case(
+        {"num_layers": 32, "hidden_size": 2560, "seq_length": 4096, "train_iters": 2000},
+        program="checkout/flagscale/train/train_rwkv.py",
+    ),
+    "pi0": Case(
+        {"batch_size": 2, "train_steps": 100, "action_horizon": 14, "action_key": "eepose"},
+        program="flagscale/train/train_pi0.py",
+        backend="pi0",
+        refused=("'pi0' cannot be given: it is FlagScale's trainer", "no file"),
+    ),
+    "robotics": Case(
+        {"batch_size": 4, "training_dtype": "float32", "config_name": "single"},
+        program="flagscale/train/train_robotics.py",
+        backend="robotics",
+        refused=("'robotics' cannot be given: it is FlagScale's trainer", "no file"),
+    ),
+}
+"""By what they train."""

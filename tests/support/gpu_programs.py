@@ -1,0 +1,75 @@
+"""What tests on GPUs start: the training program, with a small model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from flagscale.status import STATUS_DIR_VARIABLE, Event, read_events
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "flagscale" / "train" / "train_gpt.py"
+MODEL = """
+--num-layers 4 --hidden-size 256 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 688
+--seq-length 256 --micro-batch-size 1 --global-batch-size 8 --train-iters 20 --lr 1e-3
+--vocab-size 1000 --make-vocab-size-divisible-by 64 --mock-data --normalization RMSNorm --swiglu
+--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+--hidden-dropout 0 --attention-dropout 0 --eval-iters 1 --num-workers 0 --lr-decay-style constant
+"""
+LIMIT = 100
+"""Seconds of a run, compiling included."""
+
+
+def environment(**changes: str) -> dict[str, str]:
+    own = [str(ROOT), str(ROOT / "third_party" / "Megatron-LM")]
+    path = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path, "NCCL_NVLS_ENABLE": "0", **changes}
+
+
+def train_ranks(
+    directory: Path, kinds: tuple[str, ...], arguments: str, **variables: str
+) -> list[Event]:
+    """What ranks tell of their steps, one on a device of each of ``kinds``; over fsccl where
+    ``arguments`` name no backend."""
+    directory.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = []
+    for rank, kind in enumerate(kinds):
+        given = environment(
+            RANK=str(rank), LOCAL_RANK=str(kinds[:rank].count(kind)), WORLD_SIZE=str(len(kinds)),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), FLAGSCALE_DEVICE=kind,
+            OMP_NUM_THREADS="4", PYTHONFAULTHANDLER="1",
+            **{STATUS_DIR_VARIABLE: str(directory / "status")}, **variables,
+        )  # fmt: skip
+        output = directory / f"output.{rank}"
+        with output.open("wb") as out:
+            command = [sys.executable, str(PROGRAM), *arguments.split()]
+            if len(kinds) > 1 and "--distributed-backend" not in command:
+                command += ["--distributed-backend", "fsccl"]
+            process = subprocess.Popen(
+                command, env=given, cwd=directory, stdout=out, stderr=out, start_new_session=True
+            )
+        ranks.append((process, output))
+    try:
+        codes = [process.wait(LIMIT) for process, _ in ranks]
+    except subprocess.TimeoutExpired:
+        for process, _ in ranks:
+            process.send_signal(signal.SIGABRT)  # each says where it is
+        codes = [process.wait(10) for process, _ in ranks]
+    finally:
+        for process, _ in ranks:
+            if process.poll() is None:
+                process.kill()
+    said = "\n".join(output.read_text(errors="replace")[-3000:] for _, output in ranks)
+    assert not any(codes), said
+    return [
+        event
+        for rank in range(len(kinds))
+        for event in read_events(directory / "status" / f"rank_{rank}.jsonl")[0]
+        if event.event == "progress"
+    ]

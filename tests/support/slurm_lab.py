@@ -1,0 +1,241 @@
+"""An experiment that an ordinary user runs on a real Slurm, by the launcher's own command line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from bed import accounting
+from bed.host import HostProcess
+from bed.lab import Bed
+from bed.plugin import need_bed
+from bed.slurm import PROGRAMS, Slurm
+from bed.users import User, known_user
+
+from flagscale.config.load import load
+from flagscale.launcher.planning.model import RunnerHandle
+from flagscale.launcher.preflight.checks import Check
+from flagscale.launcher.runners.slurm.runner import SlurmRunner
+from support.full_disk import small_disk
+from support.launch_lab import Lab, until
+from support.needs import need_program
+
+# Joins and works until it is told to end, and saves then. FAIL is the code of rank 1. In MEET, a
+# directory, ranks wait for each other before they have joined.
+PROGRAM = """\
+import os, signal, sys, time
+from pathlib import Path
+from flagscale.status import StatusWriter
+rank = int(os.environ["RANK"])
+status = StatusWriter.from_environment(rank)
+def save(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    status.write("checkpoint", step=7)
+    print("saved", rank, flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("rank", rank, "attempt", os.environ["FLAGSCALE_ATTEMPT"], flush=True)
+status.write("started")
+if "MEET" in os.environ:
+    meet = Path(os.environ["MEET"])
+    meet.mkdir(exist_ok=True)
+    (meet / str(rank)).touch()
+    while len(list(meet.iterdir())) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.1)
+for event in ("joined", "ready"):
+    status.write(event)
+if rank == 1 and "FAIL" in os.environ:
+    sys.exit(int(os.environ["FAIL"]))
+time.sleep(600)
+"""
+PARTITIONS = (
+    "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
+    "PartitionName=short Nodes=ALL MaxTime=10 State=UP",
+    "PartitionName=brief Nodes=ALL DefaultTime=1 MaxTime=INFINITE State=UP",
+    "PartitionName=closed Nodes=ALL State=DOWN",
+    "PartitionName=last Nodes=h01 MaxTime=INFINITE State=UP",
+    "PartitionName=low Nodes=ALL PriorityTier=1 PreemptMode=REQUEUE GraceTime=0 State=UP",
+    "PartitionName=high Nodes=ALL PriorityTier=9 PreemptMode=OFF State=UP",
+)
+SETTINGS = {
+    "KillWait": "3",
+    "MessageTimeout": "2",
+    "PreemptType": "preempt/partition_prio",
+    "PreemptMode": "REQUEUE",
+}
+# What a job inside another one inherits of it.
+INSIDE = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "9", "SLURM_GPUS_PER_NODE": "8", "SBATCH_WAIT": "1"}
+
+
+@dataclass
+class Cluster:
+    """A Slurm with its user, and a directory of the user's that all nodes share."""
+
+    slurm: Slurm
+    user: User
+    shared: Path
+
+    def lab(self, name: str) -> SlurmLab:
+        """A directory for an experiment."""
+        root = self.shared / name
+        root.mkdir(mode=0o755)
+        os.chown(root, self.user.uid, self.user.gid)
+        return SlurmLab(root, root / "exp", cluster=self)
+
+
+@contextmanager
+def cluster(
+    hosts: int = 2,
+    *,
+    settings: Mapping[str, str] | None = None,
+    accounts: Sequence[str] = (),
+    gpus: Sequence[str] = (),
+) -> Iterator[Cluster]:
+    """Start a Slurm, and have this process's environment lead to it. ``settings`` and what follows
+    are as for :meth:`bed.slurm.Slurm.open`."""
+    # Below a directory that others may enter, as pytest's own are not.
+    with (
+        TemporaryDirectory(prefix="slurm-") as name,
+        pytest.MonkeyPatch.context() as patch,
+        ExitStack() as stack,
+    ):
+        directory, user = Path(name), User()
+        directory.chmod(0o755)
+        (directory / "bed").mkdir(mode=0o755)
+        # A file system of its own, which tests may fill.
+        shared = stack.enter_context(small_disk(directory, "256m"))
+        (shared / "home").mkdir(mode=0o755)
+        for made in (shared, shared / "home"):
+            made.chmod(0o755)
+            os.chown(made, user.uid, user.gid)
+        with (
+            known_user(directory, user),
+            Bed.open(directory / "bed", hosts, shared=[shared]) as bed,
+            Slurm.open(
+                bed,
+                settings={**SETTINGS, **(settings or {})},
+                partitions=PARTITIONS,
+                accounts=accounts,
+                gpus=gpus,
+            ) as slurm,
+        ):
+            own = {"HOME": str(shared / "home"), "XDG_STATE_HOME": str(shared / "state")}
+            for variable, value in {**slurm.environment(), **own}.items():
+                patch.setenv(variable, value)
+            yield Cluster(slurm, user, shared)
+
+
+@dataclass
+class SlurmLab(Lab):
+    """An experiment of the user's."""
+
+    cluster: Cluster = field(kw_only=True)
+    envs: dict[str, str] = field(default_factory=dict)
+
+    def command(self, *words: str) -> list[str]:
+        inside = (f"{name}={value}" for name, value in INSIDE.items())
+        return [*self.cluster.user.under, "env", *inside, *super().command(*words)]
+
+    def slurm(self, *, runner: dict[str, Any] | None = None, **section: Any) -> None:
+        """Write the YAML of a run on two nodes; ``section`` is the runner's ``slurm``."""
+        given = {"type": "slurm", "nproc_per_node": 1, "stop_grace": 5, **(runner or {})}
+        if "hostfile" not in given and "device_type_specific" not in section:
+            section.setdefault("nodes", 2)
+        self.configure(PROGRAM, light=True, runner={**given, "slurm": section}, envs=self.envs)
+
+    @property
+    def job(self) -> str:
+        return str(self.state().runner.handle["job"])
+
+    def submit(self, *words: str) -> None:
+        """Have the job taken, and wait for nothing."""
+        done = self.do("run", "experiment.runner.wait_for=none", *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def forget_job(self) -> dict[str, Any]:
+        """Take the job's id out of the run's state."""
+        state = self.state()
+        handle = {k: v for k, v in state.runner.handle.items() if k != "job"}
+        replace(state, runner=RunnerHandle("slurm", handle)).save(self.layout.state)
+        return {}
+
+    def query(self) -> dict[str, Any]:
+        """What ``action=query`` tells, by the user in a process that need not start Python."""
+
+        # Loaded here: the user need not be able to read what is loaded there for the first time.
+        from flagscale.launcher import failures, snapshot  # noqa: F401
+
+        def ask() -> dict[str, Any]:
+            with closing(SlurmRunner()) as runner:
+                return runner.query(self.state()).to_json()
+
+        return self.cluster.user.do(ask)
+
+    def until_state(self, state: str, seconds: float = 30) -> dict[str, Any]:
+        """What ``query`` tells once the run is in this state."""
+        found: dict[str, Any] = until(
+            lambda: now if (now := self.query())["state"] == state else None, seconds
+        )
+        return found
+
+    def until_waiting(self, why: str) -> str:
+        """What ``query`` tells of a job that waits, once it is for this reason."""
+
+        def waits() -> str:
+            now = self.query()
+            told = str(now["hosts"][0].get("waits", ""))
+            return told if now["state"] == "pending" and why in told else ""
+
+        found: str = until(waits, 30)
+        return found
+
+    def until_warned(self) -> str:
+        """What ``query`` warns of once the job's end is known."""
+        found: list[str] = until(lambda: self.query()["warnings"], 30)
+        return found[0]
+
+    def checks(self) -> list[Check]:
+        """What a preflight finds, asked by this very process."""
+        experiment = load(self.root / "conf", "lab", (), "plan").experiment
+        with SlurmRunner().prepare(experiment, checking=True) as ready:
+            return ready.checks
+
+    def processes(self, name: str = "") -> list[HostProcess]:
+        """What lives of the run on the nodes, or on one."""
+        hosts = (host for host in self.cluster.slurm.bed.hosts if name in ("", host.name))
+        return [p for host in hosts for p in host.find(str(self.root))]
+
+    def clear(self) -> None:
+        super().clear()
+        slurm = self.cluster.slurm
+        # Of a heterogeneous job no component can be cancelled by itself.
+        if jobs := {job.partition("+")[0] for job in slurm.jobs()}:
+            slurm.run("scancel", *jobs)
+        slurm.wait_empty()
+
+
+@contextmanager
+def needed_cluster(**options: Any) -> Iterator[Cluster]:
+    """A Slurm; the test is left out, and says so, where there is none. ``options`` are those of
+    :func:`cluster`."""
+    need_bed()
+    for program in (*PROGRAMS, *(accounting.PROGRAMS if "accounts" in options else ())):
+        need_program("slurm", program)
+    with cluster(**options) as made:
+        yield made
+
+
+@contextmanager
+def slurm_lab(made: Cluster, name: str) -> Iterator[SlurmLab]:
+    """An experiment in a directory whose name means something to shells and to Slurm."""
+    lab = made.lab(f"{name} 'b' %j $c")
+    yield lab
+    lab.clear()
+    shutil.rmtree(lab.root)

@@ -1,0 +1,185 @@
+"""An experiment on hosts of the bed, driven by the launcher's own command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from bed.host import Host, HostProcess
+from bed.lab import Bed
+
+from flagscale.launcher.layout import Layout
+from flagscale.launcher.state import RunState, load_state
+from support.launch_lab import PROJECT, light_torchrun, until
+
+# Joins, works until it is told to end, and needs no torch.
+STEADY = """\
+import os, signal, sys, time
+sys.path.insert(0, {project!r})
+from flagscale.status import StatusWriter
+rank = int(os.environ["RANK"])
+status = StatusWriter.from_environment(rank)
+status.write("started", rank=rank)
+status.write("joined", backend="none")
+# As torchrun would label it.
+print(f"{os.uname().nodename}:{rank}: rank {rank} works", flush=True)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+for step in range(10_000):
+    if rank == 0:
+        status.write("progress", step=step, train_steps=10_000, loss=1.0, tokens_per_second=10.0)
+    time.sleep(0.2)
+"""
+
+
+@dataclass
+class SshLab:
+    """A directory that hosts share, with a YAML, a hostfile and a training program."""
+
+    bed: Bed
+    root: Path
+    exp_dir: Path
+    slots: int = 1
+    started: list[subprocess.Popen[Any]] = field(default_factory=list)
+
+    def configure(
+        self, program: str = "", *, light: bool = True, hostfile: str = "", **experiment: Any
+    ) -> None:
+        """Write everything. Keyword arguments replace keys of the YAML's ``experiment``; those
+        of ``runner`` and ``envs`` are merged. ``top`` are keys beside ``experiment``."""
+        entrypoint = self.root / "program.py"
+        text = program or STEADY
+        entrypoint.write_text(text.replace("{project!r}", repr(str(PROJECT))), encoding="utf-8")
+        lines = hostfile or "".join(f"{name} slots={self.slots}\n" for name in self.bed.names)
+        (self.root / "hostfile").write_text(lines, encoding="utf-8")
+        top = experiment.pop("top", {})
+        section: dict[str, Any] = {
+            "exp_name": "lab",
+            "exp_dir": str(self.exp_dir),
+            "task": {"type": "train", "backend": "megatron", "entrypoint": str(entrypoint)},
+            "runner": {
+                "type": "ssh",
+                "hostfile": str(self.root / "hostfile"),
+                "ssh_config": str(self.bed.ssh_config),
+                "nproc_per_node": self.slots,
+                "stop_grace": 3,
+                "start_timeout": 60,
+            },
+            "envs": {"OMP_NUM_THREADS": 1},
+        }
+        if light:
+            section["envs"]["PYTHONPATH"] = str(light_torchrun(self.root))
+        for key, value in experiment.items():
+            section[key] = {**section[key], **value} if key in section else value
+        config = {"experiment": section, "action": "run", "train": {}, **top}
+        conf = self.root / "conf"
+        conf.mkdir(exist_ok=True)
+        (conf / "lab.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+
+    def install(self) -> None:
+        """Give hosts with a root of their own the training program, where they see no files of
+        this machine's."""
+        for host in self.bed.hosts:
+            for source in (self.root / "program.py", *(self.root / "light").rglob("*.py")):
+                target = host.path(source)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(source.read_bytes())
+
+    def command(self, *words: str) -> list[str]:
+        place = ("--config-path", str(self.root / "conf"), "--config-name", "lab")
+        return [sys.executable, str(PROJECT / "run.py"), *place, *words]
+
+    def do(
+        self, action: str, *words: str, under: Sequence[str] = (), timeout: float = 120.0
+    ) -> subprocess.CompletedProcess[str]:
+        """An action, run to its end; ``under`` is a command that runs another one."""
+        return subprocess.run(
+            [*under, *self.command(f"action={action}", *words)],
+            cwd=self.root,
+            env=self.bed.environment(COLUMNS="200"),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout,
+        )
+
+    def start(self, action: str, *words: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            self.command(f"action={action}", *words),
+            cwd=self.root,
+            env=self.bed.environment(COLUMNS="200"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def query(self) -> dict[str, Any]:
+        done = self.do("query", "json=true")
+        return dict(json.loads(done.stdout))
+
+    def state(self) -> RunState:
+        state = load_state(Layout(self.exp_dir).state)
+        assert state is not None
+        return state
+
+    def members(self, host: Host, run_id: str = "") -> list[HostProcess]:
+        """The processes of the run in a host's own process table."""
+        run_id = run_id or self.state().run_id
+        alive = [process for process in host.processes() if process.state != "Z"]
+        return [p for p in alive if p.environment().get("FLAGSCALE_RUN_ID") == run_id]
+
+    def orphans(self) -> dict[str, list[tuple[str, ...]]]:
+        """What is left of the run, by host; empty when every host is clean."""
+        found = {host.name: [p.argv for p in self.members(host)] for host in self.bed.hosts}
+        return {name: left for name, left in found.items() if left}
+
+    def clear(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+@contextmanager
+def ssh_lab(bed: Bed, root: Path, **options: Any) -> Iterator[SshLab]:
+    """A lab for the length of a block. The hosts' processes end with the bed."""
+    root.mkdir(parents=True, exist_ok=True)
+    lab = SshLab(bed, root, root / "exp", **options)
+    try:
+        yield lab
+    finally:
+        lab.clear()
+
+
+def bystanders(bed: Bed) -> dict[str, list[int]]:
+    """Start processes of other people that look like ours on every host, a torchrun and another
+    run's rank; their pids by host, as :func:`sleepers` finds them as long as nobody ends them."""
+    other = "FLAGSCALE_RUN_ID=20200101-000000-abcdef exec -a train_gpt.py sleep 1001"
+    for host in bed.hosts:
+        for command in ("exec -a torchrun sleep 1000", other):
+            subprocess.Popen(
+                ["nsenter", "-t", str(host.pid), "-a", "--", "bash", "-c", command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+    until(lambda: all(len(pids) == 2 for pids in sleepers(bed).values()))
+    return sleepers(bed)
+
+
+def sleepers(bed: Bed) -> dict[str, list[int]]:
+    """The bystanders that live, by host."""
+    mine = (("1000",), ("1001",))
+    return {h.name: [p.pid for p in h.processes() if p.argv[1:] in mine] for h in bed.hosts}

@@ -1,0 +1,179 @@
+"""The file of an environment: what is kept comes back, and what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flagscale.bench.traffic.environment import read, write
+from flagscale.bench.traffic.spec import (
+    BETWEEN,
+    KINDS,
+    LARGEST_BURST,
+    LAWS,
+    SMALLEST_BURST,
+    Between,
+    Environment,
+    Flow,
+    Found,
+    Pattern,
+    Probe,
+    Site,
+    default_tolerance,
+    flows_between,
+)
+from flagscale.errors import ConfigError
+
+SITES = (Site("a", "10.0.0.1"), Site("b", "10.0.0.2", via="netns"))
+PATTERN = Pattern(1e9, 6e7, 65536.0)
+ENVIRONMENT = Environment(SITES, flows_between(2, "pairs"), PATTERN)
+
+texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
+founds = st.builds(Found, st.integers(1, 10**6), *[st.floats(1e-6, 1e3)] * 5)
+rates = st.floats(1e5, 1e11)
+
+
+@st.composite
+def environments(draw: st.DrawFn) -> Environment:
+    names = draw(st.lists(texts, min_size=2, max_size=5, unique=True))
+    sites = tuple(
+        Site(name, draw(texts), draw(st.none() | texts), user=draw(st.none() | texts))
+        for name in names
+    )
+    rate = draw(rates)
+    pattern = Pattern(
+        rate=rate,
+        load=rate * draw(st.floats(0.01, 0.99 / len(sites))),
+        burst=draw(st.floats(SMALLEST_BURST, LARGEST_BURST)),
+        transport=draw(st.sampled_from(("tcp", "udp"))),
+        bursts=draw(st.sampled_from(LAWS)),
+        gaps=draw(st.sampled_from(LAWS)),
+        peak=draw(st.none() | st.just(rate)),
+        seed=draw(st.integers(-(1 << 60), 1 << 60)),
+    )
+    return Environment(
+        sites,
+        flows_between(len(sites), draw(st.sampled_from(BETWEEN))),
+        pattern,
+        Probe(draw(st.sampled_from(KINDS)), draw(st.integers(64, 1 << 30))),
+        target=draw(st.none() | st.floats(1.01, 50)),
+        tolerance=draw(st.floats(0, 5)),
+        found=draw(st.none() | founds),
+        idle=draw(st.none() | founds),
+        congestion=tuple((site.name, draw(texts)) for site in sites),
+        date=draw(texts),
+    )
+
+
+@given(environments())
+def test_what_is_kept_comes_back(tmp_path_factory: Any, environment: Environment) -> None:
+    path = tmp_path_factory.mktemp("kept") / "environment.json"
+    write(environment, path)
+    assert read(path) == environment
+
+
+def test_what_has_a_default_may_be_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "short.json"
+    record = {
+        "flagscale_traffic": 1,
+        "hosts": [{"name": "a", "addr": "10.0.0.1"}, {"name": "b", "addr": "10.0.0.2"}],
+        "flows": [{"source": 0, "target": 1}],
+        "pattern": {"rate": 1e9, "load": 6e7, "burst": 65536},
+    }
+    path.write_text(json.dumps(record), encoding="utf-8")
+    found = read(path)
+    assert (found.flows, found.pattern, found.probe) == ((Flow(0, 1),), PATTERN, Probe())
+
+
+def _changed(key: str, value: Any) -> Any:
+    def change(record: dict[str, Any]) -> None:
+        *path, last = key.split(".")
+        for word in path:
+            record = record[int(word) if word.isdigit() else word]
+        record[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("flagscale_traffic", 2, "flagscale_traffic: found 2, expected 1"),
+        ("pattern.load", 2e9, "load: 2 Gbit/s a flow on a path of 1 Gbit/s"),
+        ("pattern.load", 0, "load: 0 bit/s a flow"),
+        ("pattern.burst", 1 << 40, "burst: 1024 GiB, expected 1 KiB to 64 MiB"),
+        ("pattern.bursts", "gauss", "pattern: "),
+        ("pattern.peak", 1.0, "peak: 1 bit/s is below the load"),
+        (
+            "flows",
+            [{"source": 0, "target": 1}] * 17,
+            "a would send 1.02 Gbit/s by 17 flows on a path",
+        ),
+        ("flows", [{"source": 0, "target": 2}], "flows: number 0 has a host beyond the 2"),
+        ("flows", [{"source": 1, "target": 1}], "flows: number 0 goes from a host to itself"),
+        ("hosts", [{"name": "a", "addr": "x"}], "hosts: 1 found, expected two or more"),
+        ("hosts.1.name", "a", "hosts: a is named twice"),
+        ("hosts.0.addr", 7, "hosts: "),
+        ("probe.size", 1 << 40, "probe.size: "),
+        ("probe.kind", "star", "probe: "),
+    ],
+)
+def test_a_wrong_field_is_named(tmp_path: Path, key: str, value: Any, said: str) -> None:
+    path = tmp_path / "wrong.json"
+    write(ENVIRONMENT, path)
+    record = json.loads(path.read_text(encoding="utf-8"))
+    _changed(key, value)(record)
+    path.write_text(json.dumps(record), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    assert f"{path}: {said}" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        pytest.param("{", "is no JSON", id="cut-off"),
+        pytest.param("[" * 100_000, "is no JSON", id="deep"),
+        pytest.param("[]", "found 'list'", id="list"),
+        pytest.param('{"flagscale_traffic": 1}', "hosts is missing", id="empty"),
+        pytest.param("\xff", "is no JSON", id="binary"),
+    ],
+)
+def test_a_file_that_is_none_is_told(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "none.json"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match=said):
+        read(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize(
+    ("count", "between", "expected"),
+    [
+        pytest.param(2, "pairs", "01 10", id="two"),
+        pytest.param(4, "pairs", "01 10 23 32", id="pairs"),
+        pytest.param(3, "pairs", "01 10 20 02", id="odd"),
+        pytest.param(3, "ring", "01 12 20", id="ring"),
+        pytest.param(3, "all", "01 02 10 12 20 21", id="all"),
+    ],
+)
+def test_who_sends_to_whom(count: int, between: Between, expected: str) -> None:
+    found = [f"{flow.source}{flow.target}" for flow in flows_between(count, between)]
+    assert " ".join(found) == expected
+
+
+def test_flows_over_another_network_leave_the_probe_where_it_is() -> None:
+    moved = ENVIRONMENT.over({"a": "10.9.0.1", "b": "10.9.0.2"})
+    assert [site.flow_addr for site in moved.hosts] == ["10.9.0.1", "10.9.0.2"]
+    assert [site.addr for site in moved.hosts] == ["10.0.0.1", "10.0.0.2"]
+
+
+@pytest.mark.parametrize(("target", "tolerance"), [(1.5, 0.1), (3.0, 0.2)])
+def test_the_tolerance_is_a_fifteenth(target: float, tolerance: float) -> None:
+    assert default_tolerance(target) == tolerance

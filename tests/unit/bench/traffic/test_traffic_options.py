@@ -1,0 +1,163 @@
+"""The command line of `flagscale bench traffic`: what it amounts to, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from flagscale.bench.bench_commands import main_bench
+from flagscale.bench.traffic.environment import write
+from flagscale.bench.traffic.options import Plan, parse
+from flagscale.bench.traffic.spec import Environment, Flow, Pattern, Probe, Site, flows_between
+from flagscale.errors import ConfigError
+
+TWO = "--hosts 127.0.0.1 127.0.0.2 "
+
+
+def plan(line: str) -> Plan:
+    return parse(line.split(), "flagscale bench traffic")
+
+
+def refused(line: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plan(line)
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("line", "pattern"),
+    [
+        pytest.param("--rate 1gbit", Pattern(1e9, 6e7, 65536.0), id="6-percent"),
+        pytest.param(
+            "--rate 250mbit --load 10% --burst 1M --seed 4",
+            Pattern(250e6, 25e6, float(1 << 20), seed=4),
+            id="share",
+        ),
+        pytest.param(
+            "--rate 10Gbit/s --load 15mbit --peak 1gbps --transport udp",
+            Pattern(1e10, 15e6, 65536.0, "udp", peak=1e9),
+            id="bits",
+        ),
+        pytest.param(
+            "--rate 1g --bursts pareto --gaps constant",
+            Pattern(1e9, 6e7, 65536.0, bursts="pareto", gaps="constant"),
+            id="laws",
+        ),
+    ],
+)
+def test_flags_make_a_pattern(line: str, pattern: Pattern) -> None:
+    found = plan(TWO + line)
+    # Not a load of 0.06 times a rate, bit by bit.
+    assert found.environment.pattern.load == pytest.approx(pattern.load)
+    assert found.environment.pattern == Pattern(
+        **{**vars(pattern), "load": found.environment.pattern.load}
+    )
+    assert not found.measure_rate
+
+
+def test_hosts_of_a_file_keep_how_they_are_reached(tmp_path: Path) -> None:
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text(
+        "node[1-2] slots=1 addr=10.0.0.[1-2] user=me port=22 proxy=door\n"
+        "left slots=1 addr=10.1.0.1 via=netns\n"
+    )
+    found = plan(f"--hosts-file {hostfile} --rate 1gbit --flow node1:left").environment
+    assert found.hosts == (
+        Site("node1", "10.0.0.1", None, "ssh", "me", 22, "door"),
+        Site("node2", "10.0.0.2", None, "ssh", "me", 22, "door"),
+        Site("left", "10.1.0.1", None, "netns"),
+    )
+    assert found.flows == (Flow(0, 2),)
+
+
+def test_this_machine_needs_no_ssh_and_a_rate_may_be_found() -> None:
+    found = plan(TWO + "--between all --probe echo:64K --tail 3")
+    assert [site.via for site in found.environment.hosts] == ["local", "local"]
+    assert found.environment.probe == Probe("echo", 65536)
+    assert (found.environment.target, found.environment.tolerance) == (3.0, 0.2)
+    assert found.measure_rate
+    assert math.isinf(plan(TWO + "--probe none").probe_every)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "which hosts? give --hosts, --hosts-file or --replay"),
+        ("--hosts 127.0.0.1", "traffic needs two hosts, and 127.0.0.1 is one"),
+        (TWO + "--hosts-file x", "--hosts and --hosts-file exclude each other"),
+        (TWO + "--rate fast", "'fast'; expected such as 250mbit or 10gbit"),
+        (TWO + "--rate 0", "'0'; expected such as"),
+        (TWO + "--rate 1g --load 100%", "load: 1 Gbit/s a flow on a path of 1 Gbit/s"),
+        (TWO + "--rate 1g --load x%", "--load 'x%'; expected such as 6% or 15mbit"),
+        (TWO + "--load 15mbit", "--load in bit/s needs --rate"),
+        (TWO + "--burst 1G --rate 1g", "burst: 1 GiB, expected 1 KiB to 64 MiB"),
+        (TWO + "--burst big", "'big' is not a size"),
+        (TWO + "--tail 1", "--tail 1; expected a ratio above 1"),
+        (TWO + "--tail nan", "--tail nan; expected a ratio above 1"),
+        (TWO + "--tail 3 --probe none", "--tail needs a probe"),
+        (TWO + "--tolerance 0.1", "--tolerance needs --tail"),
+        (TWO + "--within 10", "--within needs --tail"),
+        (TWO + "--probe none --probe-every 3", "--probe none has nothing to look with"),
+        (TWO + "--flow a:b --between all", "--flow and --between exclude each other"),
+        (TWO + "--probe rings", "--probe 'rings'; expected ring:SIZE, echo:SIZE or none"),
+        (TWO + "--seconds 1e9", "--seconds 1e+09; expected more than 0, at most 604800"),
+        (TWO + "--seconds nan", "--seconds nan; expected more than 0"),
+        (TWO + "--flow 127.0.0.1:127.0.0.3", "did you mean '127.0.0.2'"),
+        (TWO + "--port 70000", "--port 70000; expected 1 to 65535"),
+        (TWO + "--tial 3", "unknown flag --tial; did you mean --tail?"),
+        (TWO + "--json /no/such/file", "--json /no/such/file: its directory does not exist"),
+        ("--replay /no/such", "/no/such: cannot be read"),
+        (TWO + "-s 64 --rate 1g", "127.0.0.1 would send 1.92 Gbit/s by 32 flows"),
+        (TWO + "-s 1", "-s 1; expected 2 to 1024 processes"),
+        ("-s 4 -m 127.0.0.1", "-m 127.0.0.1 is this machine: which is the other host?"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_sentence(line: str, said: str) -> None:
+    assert said in refused(line)
+
+
+def test_a_replay_brings_its_own_hosts_and_pattern(tmp_path: Path) -> None:
+    path = tmp_path / "kept.json"
+    sites = (Site("a", "10.0.0.1"), Site("b", "10.0.0.2"))
+    kept = Environment(sites, flows_between(2, "pairs"), Pattern(1e9, 6e7, 65536.0))
+    write(kept, path)
+    assert plan(f"--replay {path} --seconds 5").environment == kept
+    assert "--replay has its own hosts" in refused(f"--replay {path} {TWO}")
+    assert refused(f"--replay {path} --load 5%").startswith("--load: what --replay plays says that")
+    assert refused(f"--replay {path} --seed 0").startswith("--seed: what --replay plays")
+    assert refused(f"--replay {path} -s 4").startswith("-s: what --replay plays")
+    assert refused(f"--replay {path} --environment {path}").startswith("--environment is the file")
+
+
+def test_the_guides_flags_are_known_and_told() -> None:
+    found = plan(TWO + "-s 16 -r 1 -t 240000 -m 127.0.0.1 -p 12355 -d lo")
+    assert found.seconds == 240000
+    assert (found.port, found.interface) == (12355, "lo")
+    assert len(found.environment.flows) == 16
+    assert [note.partition(":")[0] for note in found.notes] == [
+        "-s 16",
+        "-r 1",
+        "-t 240000",
+        "-p 12355",
+        "-d lo",
+    ]
+    assert "a tail of 3, which --tail 3 finds" in found.notes[0]
+
+
+def test_on_its_second_host_the_guide_names_the_first_alone() -> None:
+    found = plan("-s 4 -r 1 -t 60 -m 127.0.0.3").environment
+    assert [site.name for site in found.hosts] == ["127.0.0.3", "127.0.0.1"]
+    assert len(found.flows) == 4
+
+
+def test_the_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_bench([]) == 2
+    assert "traffic ..." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "share"), [("", 0.06), ("--tail 1.5", 0.06), ("--tail 3", 0.1)])
+def test_a_long_tail_has_a_heavier_load(words: str, share: float) -> None:
+    found = plan(f"{TWO} --rate 1gbit {words}").environment
+    assert found.pattern.load == pytest.approx(share * 1e9)

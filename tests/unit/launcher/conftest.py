@@ -1,0 +1,64 @@
+"""Experiments and machines for planning tests, with nothing of the machine they run on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
+from flagscale.hosts.hostfile import Host
+from flagscale.launcher.planning.assignment import slots
+from flagscale.launcher.planning.model import LaunchPlan, Machine, RunnerHandle
+from flagscale.launcher.planning.plan import plan
+
+MakePlan = Callable[..., LaunchPlan]
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine(
+        python="/opt/venv/bin/python",
+        project=Path("/opt/flagscale"),
+        workdir=Path("/home/user/work"),
+        cpus=8,
+        devices={},
+    )
+
+
+@pytest.fixture
+def make_experiment() -> Callable[..., Experiment]:
+    def make(**changes: Any) -> Experiment:
+        given: dict[str, Any] = {
+            "name": "tiny llama",
+            "exp_dir": Path("/data/runs/tiny"),
+            "task": Task(entrypoint=Path("/opt/program.py"), external=True),
+            "runner": Runner(nproc_per_node=2),
+            "envs": Environments(),
+            "cmds": Commands(),
+            "train": Train(),
+            "config_file": Path("/home/user/conf/train.yaml"),
+        }
+        return Experiment(**{**given, **changes})
+
+    return make
+
+
+@pytest.fixture
+def make_plan(make_experiment: Callable[..., Experiment], machine: Machine) -> MakePlan:
+    def make(*, hosts: tuple[Host, ...] = (Host("localhost"),), **changes: Any) -> LaunchPlan:
+        on = changes.pop("machine", machine)
+        secret = changes.pop("run_secret", "s3cr3t" * 8)
+        experiment = make_experiment(**changes)
+        return plan(
+            experiment,
+            slots(experiment, hosts, [on] * len(hosts)),
+            run_id="20250102-030405-abcdef",
+            master_port=29500,
+            runner=RunnerHandle("local"),
+            run_secret=secret,
+        )
+
+    return make

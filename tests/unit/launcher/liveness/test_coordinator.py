@@ -1,0 +1,510 @@
+"""The job as a whole, second by second, without processes or sockets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flagscale.launcher.liveness.coordinator import Coordinator
+from flagscale.launcher.liveness.diagnosis import Failure, Report, Severity
+from flagscale.launcher.liveness.messages import (
+    Beat,
+    DumpStacks,
+    EndAttempt,
+    Ended,
+    FinishJob,
+    FromHost,
+    Hello,
+    HostStatus,
+    JobPhase,
+    KeepAlive,
+    Order,
+    Position,
+    RankProgress,
+    Reported,
+    Stacks,
+    StartAttempt,
+    StopJob,
+    Stopping,
+)
+from flagscale.launcher.liveness.options import Policy
+
+POSITION = Position(
+    status=HostStatus.RUNNING,
+    joined=1,
+    nproc=1,
+    moves=0,
+    busy=False,
+    lived=False,
+    ended=None,
+    report=None,
+)
+
+
+class Job:
+    """Hosts that send what a test says, beside their heartbeats."""
+
+    def __init__(self, hosts: int = 2, *, places: Sequence[str] = (), **policy: Any) -> None:
+        given: dict[str, Any] = {"max_restarts": 0, "on_failure": "stop"}
+        given |= {"lost_host_timeout": 10.0, "start_timeout": 100.0, "hang_detection_timeout": 50.0}
+        self.names = [f"h{n}" for n in range(hosts)]
+        self.now = 1000.0
+        told = Policy(**{**given, **policy})
+        self.brain = Coordinator(told, self.names, self.now, Path("out"), places=places)
+        self.silent: set[int] = set()
+        self.moving = True
+        self.fields: dict[int, dict[str, Any]] = {n: {} for n in range(hosts)}
+        self.moves = 0
+        self.orders: list[tuple[int | None, Order]] = []
+        self.told: list[str] = []
+        self.clock = {n: 5_000_000.0 * n for n in range(hosts)}
+
+    def say(self, kind: type[FromHost], host: int, *content: Any, attempt: int = -1) -> None:
+        """A message of the current attempt, or of another one."""
+        number = self.brain.attempt if attempt < 0 else attempt
+        self.brain.receive(
+            host, kind(host, number, self.clock[host] + self.now, *content), self.now
+        )
+
+    def position(self, host: int, **fields: Any) -> Position:
+        return replace(POSITION, **{"moves": self.moves, **self.fields[host], **fields})
+
+    def run(self, seconds: float) -> None:
+        for _ in range(round(seconds)):
+            self.now += 1
+            self.moves += self.moving
+            for host in range(len(self.names)):
+                if host not in self.silent:
+                    self.say(Beat, host, self.position(host))
+            self.brain.tick(self.now)
+            self.collect()
+
+    def collect(self) -> None:
+        self.orders += [o for o in self.brain.orders if not isinstance(o[1], KeepAlive)]
+        self.brain.orders.clear()
+        self.told += [notice.event for notice in self.brain.notices]
+        self.brain.notices.clear()
+
+    def fail(
+        self, host: int, rank: int, severity: Severity = Severity.FAILED, after: float = 0.0
+    ) -> None:
+        failure = Failure(self.names[host], rank, 1, "failed", "", Path("log"))
+        report = Report(failure, self.clock[host] + self.now + after, severity)
+        self.say(Reported, host, report)
+
+    def end(self, host: int, code: int = 1, **fields: Any) -> None:
+        self.say(Ended, host, self.position(host, **{"joined": 1, "ended": code, **fields}))
+
+    def kinds(self) -> list[type[Order]]:
+        return [type(order) for _, order in self.orders]
+
+    @property
+    def first(self) -> tuple[str, int | None]:
+        assert self.brain.failure is not None
+        return self.brain.failure.host, self.brain.failure.rank
+
+
+def test_a_job_that_ends_well() -> None:
+    job = Job()
+    job.run(20)
+    job.end(0, 0)
+    job.run(20)
+    assert job.kinds() == []
+    job.end(1, 0)
+    job.run(1)
+    assert (job.kinds(), job.told, job.brain.phase) == ([FinishJob], ["finished"], JobPhase.OVER)
+
+
+def test_a_failure_is_broadcast_at_once_and_waits_for_all_ends() -> None:
+    job = Job(3)
+    job.run(5)
+    job.fail(1, 4)
+    job.collect()
+    ((host, order),) = job.orders
+    assert host is None
+    assert isinstance(order, EndAttempt)
+    assert order.failure is not None
+    assert order.failure.rank == 4
+    for host in (1, 0):
+        job.end(host)
+        job.run(5)
+    assert job.kinds() == [EndAttempt]
+    job.end(2)
+    job.run(1)
+    assert job.kinds() == [EndAttempt, FinishJob]
+    assert (job.first, job.told) == (("h1", 4), ["failed"])
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        pytest.param([(0, 0, Severity.FAILED, 0), (1, 1, Severity.FAILED, -2)], 1, id="earliest"),
+        pytest.param(
+            [(0, 0, Severity.CONSEQUENCE, -9), (1, 1, Severity.FAILED, 0)], 1, id="no-consequence"
+        ),
+        pytest.param(
+            [(0, 0, Severity.FAILED, -1), (1, 1, Severity.KILLED, 0)], 1, id="killed-at-that-moment"
+        ),
+        pytest.param(
+            [(0, 0, Severity.FAILED, -9), (1, 1, Severity.KILLED, 0)], 0, id="killed-much-later"
+        ),
+        pytest.param([(0, 0, Severity.CONSEQUENCE, 0)], 0, id="nothing-else-is-known"),
+        pytest.param(
+            [(0, None, Severity.UNNAMED, -1), (1, 1, Severity.FAILED, 0)],
+            1,
+            id="a-rank-before-none",
+        ),
+    ],
+)
+def test_the_first_failure_across_hosts_whose_clocks_differ(
+    reports: list[tuple[int, int, Severity, float]], expected: int
+) -> None:
+    """The hosts' clocks are weeks apart."""
+    job = Job()
+    job.run(10)
+    for host, rank, severity, after in reports:
+        job.fail(host, rank, severity, after)
+    for host in (0, 1):
+        job.end(host)
+    job.run(1)
+    assert job.first[0] == f"h{expected}"
+
+
+def test_a_later_report_of_the_same_rank_knows_more() -> None:
+    job = Job()
+    job.run(5)
+    job.fail(1, 1)
+    failure = Failure("h1", 1, 9, "failed (exit code 9)", "", Path("log"))
+    job.end(1, report=Report(failure, job.clock[1] + job.now, Severity.FAILED))
+    job.end(0)
+    job.run(1)
+    assert job.brain.failure == failure
+
+
+def test_a_lost_host_is_named_unless_a_cause_is_known() -> None:
+    job = Job()
+    job.run(5)
+    job.silent.add(1)
+    job.run(9)
+    job.fail(0, 0, Severity.CONSEQUENCE)
+    job.end(0)
+    job.run(5)
+    assert job.first == ("h1", None)
+    assert "no word" in str(job.brain.failure)
+    assert job.brain.phase is JobPhase.OVER
+    # Back too late, it is told that all is over.
+    job.say(Hello, 1, POSITION)
+    job.collect()
+    assert job.orders[-1][0] == 1
+    assert job.kinds()[-1] == FinishJob
+
+
+def test_what_a_lost_host_held_is_said() -> None:
+    job = Job(places=("stage 0 of 2, mesh 0 (tp2)", "stage 1 of 2, mesh 1 (dp2)"))
+    job.run(5)
+    job.silent.add(1)
+    job.run(15)
+    assert job.brain.failure is not None
+    assert job.brain.failure.headline() == (
+        "h1: was lost: no word from its agent for 10 s; it held stage 1 of 2, mesh 1 (dp2)"
+    )
+
+
+def test_a_short_silence_does_no_harm() -> None:
+    job = Job()
+    job.silent.add(1)
+    job.run(9)
+    job.silent.clear()
+    job.say(Hello, 1, POSITION)
+    job.run(30)
+    assert job.brain.phase is JobPhase.RUNNING
+
+
+def test_time_in_which_the_coordinator_did_not_run_counts_against_nobody() -> None:
+    job = Job()
+    job.run(5)
+    job.now += 500
+    job.brain.tick(job.now)
+    job.run(5)
+    assert job.brain.phase is JobPhase.RUNNING
+
+
+def test_a_host_that_is_not_there_although_ranks_have_met() -> None:
+    """Its agent ended before it could say a word."""
+    job = Job()
+    job.silent.add(1)
+    job.run(10)
+    assert job.kinds() == []
+    job.run(3)
+    assert job.first == ("h1", None)
+
+
+def test_a_host_that_never_comes() -> None:
+    job = Job()
+    job.silent.add(1)
+    job.fields[0] = {"joined": 0}
+    job.run(99)
+    assert job.kinds() == []
+    job.run(3)
+    assert "did not report within 100 s" in str(job.brain.failure)
+
+
+def test_restarts_are_counted_backed_off_and_told() -> None:
+    job = Job(max_restarts=2)
+    for attempt in range(2):
+        job.run(5)
+        job.fail(1, 1)
+        for host in (0, 1):
+            job.end(host)
+        job.run(8)
+        assert job.orders[-1] == (None, StartAttempt(attempt + 1))
+        assert job.brain.failure is None
+    job.run(5)
+    job.end(0, 7)
+    job.end(1, 7)
+    job.run(1)
+    assert job.kinds() == [
+        EndAttempt,
+        StartAttempt,
+        EndAttempt,
+        StartAttempt,
+        EndAttempt,
+        FinishJob,
+    ]
+    assert job.told == ["restarted", "restarted", "failed"]
+    assert job.brain.summary()["attempt"] == 3
+
+
+def test_messages_of_an_earlier_attempt_are_passed_over() -> None:
+    job = Job(max_restarts=1)
+    job.run(5)
+    job.fail(1, 1)
+    for host in (0, 1):
+        job.end(host)
+    job.run(5)
+    job.say(Ended, 1, replace(POSITION, ended=1), attempt=0)
+    job.run(5)
+    assert (job.brain.attempt, job.brain.phase) == (1, JobPhase.RUNNING)
+
+
+@pytest.mark.parametrize(
+    ("joins", "starts"),
+    [
+        pytest.param([0], 0, id="never-joined"),
+        pytest.param([1, 0], 2, id="a-false-start-is-forgiven-once"),
+        pytest.param([1, 0, 0], 2, id="two-in-a-row-are-not"),
+        pytest.param([1, 0, 1, 0], 4, id="unless-it-joined-between"),
+    ],
+)
+def test_what_does_not_get_as_far_as_joining_is_not_tried_for_ever(
+    joins: list[int], starts: int
+) -> None:
+    job = Job(max_restarts=50)
+    for joined in joins:
+        for host in (0, 1):
+            job.fields[host] = {"joined": joined}
+        job.run(3)
+        for host in (0, 1):
+            job.end(host, joined=joined)
+            job.fields[host] = {"joined": 0}
+        job.run(70)
+    assert job.kinds().count(StartAttempt) == starts
+
+
+def test_no_restart_after_a_stop_nor_after_a_loss() -> None:
+    job = Job(max_restarts=5)
+    job.run(5)
+    job.say(Stopping, 1, 15, None)
+    for host in (0, 1):
+        job.end(host, 143)
+    job.run(5)
+    assert job.kinds() == [StopJob, FinishJob]
+    assert job.told == ["stopped"]
+    job = Job(max_restarts=5)
+    job.silent.add(1)
+    job.say(Hello, 1, replace(POSITION, joined=0))
+    job.run(12)
+    job.end(0)
+    job.run(2)
+    assert job.kinds() == [EndAttempt, FinishJob]
+
+
+def test_a_stop_that_nobody_asked_for_is_a_failure_and_final() -> None:
+    job = Job(max_restarts=5)
+    job.run(5)
+    cause = Failure("h1", None, None, "lost its script", "", Path("/o"))
+    job.say(Stopping, 1, 15, cause)
+    for host in (0, 1):
+        job.end(host, 143)
+    job.run(5)
+    assert (job.kinds(), job.told) == ([StopJob, FinishJob], ["failed"])
+    assert job.first == ("h1", None)
+    assert [order for _, order in job.orders] == [StopJob(15, cause), FinishJob(cause)]
+
+
+def test_the_rest_is_left_alone() -> None:
+    job = Job(on_failure="leave")
+    job.run(5)
+    job.fail(1, 1)
+    job.end(1)
+    job.run(30)
+    assert job.kinds() == []
+    assert job.first == ("h1", 1)
+    job.end(0, 0)
+    job.run(1)
+    assert (job.kinds(), job.told) == ([FinishJob], ["failed"])
+
+
+def at(host: str, rank: int, **fields: Any) -> tuple[RankProgress]:
+    given = {"step": 7, "doing": "in training", "stopped": False, "answered": True, "stack": ""}
+    return (RankProgress(host, rank, log=Path("log"), **{**given, **fields}),)
+
+
+def test_a_stall_asks_for_stacks_and_names_the_rank_behind() -> None:
+    job = Job()
+    job.run(5)
+    job.moving = False
+    job.run(49)
+    assert job.kinds() == []
+    job.run(2)
+    assert job.kinds() == [DumpStacks]
+    job.say(Stacks, 0, at("h0", 0))
+    job.say(Stacks, 1, at("h1", 1, step=6, stack="where"))
+    job.run(1)
+    assert job.kinds() == [DumpStacks, EndAttempt]
+    assert job.first == ("h1", 1)
+    assert job.brain.failure is not None
+    assert "behind in training at step 6" in job.brain.failure.reason
+    assert job.brain.failure.traceback == "where"
+    assert job.told == ["stalled"]
+
+
+def test_a_stall_of_which_no_host_can_say_more() -> None:
+    job = Job()
+    job.run(5)
+    job.moving = False
+    job.run(60)
+    assert job.kinds() == [DumpStacks, EndAttempt]
+    assert job.first == ("h0", None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "policy"),
+    [
+        pytest.param({"busy": True}, {}, id="a-checkpoint"),
+        pytest.param({"joined": 0}, {}, id="not-joined"),
+        pytest.param({}, {"hang_detection_timeout": 0.0}, id="not-looked-for"),
+    ],
+)
+def test_no_stall(fields: dict[str, Any], policy: dict[str, Any]) -> None:
+    job = Job(**policy)
+    job.fields[1] = fields
+    job.run(5)
+    job.moving = False
+    job.run(1000)
+    assert job.kinds() == []
+
+
+def test_a_checkpoint_that_never_ends_is_a_stall() -> None:
+    job = Job()
+    job.fields[1] = {"busy": True}
+    job.run(5)
+    job.moving = False
+    job.run(1820)
+    assert DumpStacks in job.kinds()
+
+
+def test_a_restart_whose_ranks_do_not_join() -> None:
+    job = Job(max_restarts=3)
+    job.run(5)
+    job.fail(0, 0)
+    for host in (0, 1):
+        job.end(host)
+    job.fields[1] = {"joined": 0}
+    job.run(50)
+    job.moving = False
+    job.run(110)
+    assert "did not join within 100 s of a restart" in str(job.brain.failure)
+
+
+@pytest.mark.parametrize("last", [1, 0])
+def test_a_stop_is_told_once_all_have_ended(last: int) -> None:
+    job = Job()
+    job.run(5)
+    job.say(Stopping, 0, 15, None)
+    job.end(1 - last, 0)
+    job.run(5)
+    assert job.told == []
+    job.end(last, 0)
+    job.run(1)
+    assert (job.told, job.brain.phase) == (["stopped"], JobPhase.OVER)
+
+
+def test_a_first_host_that_goes_tells_of_the_stop_all_the_same() -> None:
+    """Others may have long grace periods, and it waits for nobody."""
+    job = Job()
+    job.run(5)
+    job.brain.leave(job.now)
+    assert job.brain.phase is JobPhase.RUNNING
+    job.say(Stopping, 0, 15, None)
+    job.end(0, 0)
+    job.brain.leave(job.now)
+    job.collect()
+    assert (job.told, job.brain.phase) == (["stopped"], JobPhase.OVER)
+
+
+FAILURES = st.builds(
+    Failure,
+    host=st.sampled_from(["h0", "h1", "h9"]),
+    rank=st.none() | st.integers(0, 3),
+    exit_code=st.none() | st.integers(-9, 9),
+    reason=st.text(max_size=3),
+    traceback=st.text(max_size=3),
+    log=st.just(Path("log")),
+)
+REPORTS = st.builds(Report, FAILURES, st.floats(-1e9, 1e9), st.sampled_from(Severity))
+POSITIONS = st.builds(
+    Position,
+    status=st.sampled_from(HostStatus),
+    joined=st.integers(-1, 2),
+    nproc=st.integers(-1, 2),
+    moves=st.integers(-2, 9),
+    busy=st.booleans(),
+    lived=st.booleans(),
+    ended=st.none() | st.integers(-1, 2),
+    report=st.none() | REPORTS,
+)
+HEAD = (st.integers(-1, 3), st.integers(-1, 2), st.floats(-1e9, 1e9))
+RANKS = st.builds(at, st.just("h0"), st.integers(-1, 3), step=st.none() | st.integers(0, 9))
+MESSAGES = st.one_of(
+    *(st.builds(kind, *HEAD, POSITIONS) for kind in (Hello, Beat, Ended)),
+    st.builds(Reported, *HEAD, REPORTS),
+    st.builds(Stacks, *HEAD, st.just(()) | RANKS),
+    st.builds(Stopping, *HEAD, st.integers(-1, 99), st.none() | FAILURES),
+)
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(st.tuples(st.integers(-1, 3), MESSAGES, st.floats(0, 80)), max_size=20),
+    st.integers(0, 2),
+)
+def test_odd_messages_do_no_harm_and_every_change_is_news(
+    messages: list[tuple[int, FromHost, float]], max_restarts: int
+) -> None:
+    job = Job(max_restarts=max_restarts)
+    told: dict[str, Any] = {}
+    for host, message, seconds in messages:
+        job.brain.receive(host, message, job.now)
+        job.now += seconds
+        job.brain.tick(job.now)
+        said = json.loads(json.dumps(job.brain.summary()))
+        assert job.brain.news or said == told
+        told, job.brain.news = said, False

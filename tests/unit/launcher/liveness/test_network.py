@@ -1,0 +1,187 @@
+"""Both ends of the agents' connections, on real sockets. Time is what a test says."""
+
+from __future__ import annotations
+
+import resource
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flagscale.launcher.liveness.diagnosis import Failure
+from flagscale.launcher.liveness.messages import (
+    FinishJob,
+    FromHost,
+    KeepAlive,
+    Order,
+    StartAttempt,
+    Stopping,
+)
+from flagscale.launcher.liveness.network import (
+    ADMISSION_SECONDS,
+    MAX_UNAUTHENTICATED,
+    Client,
+    Server,
+    allow_files,
+)
+from flagscale.launcher.liveness.protocol import MAGIC, NONCE_BYTES
+
+SECRET = b"s" * 32
+
+
+class Link:
+    """A server and its clients on one selector."""
+
+    def __init__(self, hosts: int) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.server = Server(SECRET, 0, self.selector, hosts)
+        self.clients: list[Client] = []
+        self.heard: list[tuple[int, FromHost]] = []
+        self.orders: list[Order] = []
+        self.reading = True
+
+    def connect(self) -> Client:
+        address = ("127.0.0.1", self.server.port)
+        self.clients.append(Client(SECRET, address, self.selector))
+        return self.clients[-1]
+
+    def turn(self, now: float) -> None:
+        ready = self.selector.select(0.02)
+        self.heard += self.server.poll(ready, now)
+        for client in self.clients if self.reading else ():
+            self.orders += client.poll(ready, now)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline
+            self.turn(time.monotonic())
+
+
+@pytest.fixture
+def link() -> Iterator[Link]:
+    made = Link(3)
+    made.turn(0.0)
+    yield made
+    for client in made.clients:
+        client.close()
+    made.server.close()
+    assert not made.selector.get_map()
+    made.selector.close()
+
+
+def stopping(host: int, number: int = 15) -> Stopping:
+    return Stopping(host, 0, 0.0, number, None)
+
+
+def test_messages_go_both_ways_to_one_or_to_all(link: Link) -> None:
+    for host in (1, 2):
+        client = link.connect()
+        link.until(lambda client=client: client.fresh)
+        client.send(stopping(host))
+    link.until(lambda: len(link.heard) == 2)
+    assert sorted(link.heard) == [(1, stopping(1)), (2, stopping(2))]
+    link.server.send(2, StartAttempt(5))
+    link.server.send(0, StartAttempt(6))
+    link.server.send(None, KeepAlive())
+    link.until(lambda: len(link.orders) == 3)
+    assert sorted(link.orders, key=str) == [KeepAlive(), KeepAlive(), StartAttempt(5)]
+
+
+def test_what_does_not_fit_is_sent_once_there_is_room(link: Link) -> None:
+    """Nothing waits for an agent that does not read."""
+    client = link.connect()
+    link.until(lambda: client.fresh)
+    client.send(stopping(1))
+    link.until(lambda: link.heard)
+    order = FinishJob(Failure("h", 1, 1, "r", "x" * 1_000_000, Path("log")))
+    link.reading = False
+    for _ in range(20):
+        link.server.send(1, order)
+    link.turn(time.monotonic())
+    link.reading = True
+    link.until(lambda: len(link.orders) == 20)
+    assert link.orders == [order] * 20
+
+
+def test_a_host_that_comes_again_leaves_its_old_connection(link: Link) -> None:
+    first = link.connect()
+    link.until(lambda: first.fresh)
+    first.send(stopping(1))
+    link.until(lambda: link.heard)
+    second = link.connect()
+    link.until(lambda: second.fresh)
+    # The number that a connection has begun with counts.
+    second.send(stopping(1))
+    second.send(stopping(2))
+    link.until(lambda: len(link.heard) == 3)
+    assert [host for host, _ in link.heard] == [1, 1, 1]
+    link.clients.remove(first)
+    first.close()
+    link.server.send(1, StartAttempt(1))
+    link.until(lambda: link.orders)
+    assert link.server.connected()
+    second.close()
+    link.until(lambda: not link.server.connected())
+
+
+def test_the_oldest_of_too_many_unauthenticated_peers_goes(link: Link) -> None:
+    """All hosts of the run may come at once beside them."""
+    count = 3 + MAX_UNAUTHENTICATED
+    peers = []
+    for _ in range(count + 1):
+        peers.append(socket.create_connection(("127.0.0.1", link.server.port)))
+        link.turn(0.0)
+    link.turn(0.0)
+    gone = []
+    for peer in peers:
+        peer.setblocking(False)
+        assert len(peer.recv(len(MAGIC) + NONCE_BYTES)) == len(MAGIC) + NONCE_BYTES
+        try:
+            gone.append(peer.recv(1) == b"")
+        except BlockingIOError:
+            gone.append(False)
+    assert gone == [True] + [False] * count
+    # The others are hung up on when their time is over.
+    link.turn(time.monotonic() + ADMISSION_SECONDS + 1)
+    assert peers[-1].recv(1) == b""
+    for peer in peers:
+        peer.close()
+
+
+LIMITED = """
+import resource, selectors, socket, sys
+from flagscale.launcher.liveness.network import Server, allow_files
+selector = selectors.DefaultSelector()
+server = Server(b"s" * 32, 0, selector, 2)
+list(server.poll((), 0.0))
+peers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(9)]
+used = max(peer.fileno() for peer in peers) + 1
+resource.setrlimit(resource.RLIMIT_NOFILE, (used + 3, used + 200))
+listening = lambda: any(key.data is None for key in selector.get_map().values())
+list(server.poll(selector.select(9), 0.0))
+print(listening(), len(selector.get_map()))
+print(allow_files(10), allow_files(1000) == used + 200)
+list(server.poll((), 9.0))
+list(server.poll(selector.select(9), 9.0))
+print(listening(), len(selector.get_map()))
+"""
+
+
+def test_a_server_without_descriptors_does_not_spin_and_recovers() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["False 3", "None True", "True 10"]
+
+
+def test_a_limit_that_does_is_left_alone() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert allow_files(10) is None
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flagscale.launcher.liveness.protocol import (
+    MAC_BYTES,
+    MAGIC,
+    MAX_FRAME_BYTES,
+    NONCE_BYTES,
+    Channel,
+    ProtocolError,
+)
+
+SECRET = b"s" * 32
+
+
+def meet(server_secret: bytes = SECRET, client_secret: bytes = SECRET) -> tuple[Channel, Channel]:
+    """Two ends that have shaken hands."""
+    server, client = Channel(server_secret, server=True), Channel(client_secret, server=False)
+    for _ in range(3):
+        server.receive(client.take())
+        client.receive(server.take())
+    return server, client
+
+
+@given(messages=st.lists(st.binary(max_size=200), max_size=5), cut=st.integers(1, 50))
+def test_messages_arrive_however_they_are_cut(messages: list[bytes], cut: int) -> None:
+    server, client = meet()
+    for message in messages:
+        client.send(message)
+    data = client.take()
+    got = []
+    for start in range(0, len(data), cut):
+        got += server.receive(data[start : start + cut])
+    assert got == messages
+
+
+def test_what_is_sent_before_the_handshake_arrives_after_it() -> None:
+    server, client = Channel(SECRET, server=True), Channel(SECRET, server=False)
+    client.send(b"hello")
+    server.send(b"beat")
+    heard: list[Any] = []
+    for _ in range(3):
+        heard += server.receive(client.take())
+        heard += client.receive(server.take())
+    assert heard == [b"beat", b"hello"]
+
+
+def test_another_secret_is_refused_by_the_server_which_proves_nothing() -> None:
+    server, client = Channel(SECRET, server=True), Channel(b"other", server=False)
+    server.receive(client.take())
+    client.receive(server.take())
+    with pytest.raises(ProtocolError, match="secret"):
+        server.receive(client.take())
+    assert not server.ready
+    assert server.take() == b""
+
+
+def test_a_false_server_is_refused_by_the_client() -> None:
+    client = Channel(SECRET, server=False)
+    client.receive(MAGIC + os.urandom(NONCE_BYTES))
+    proof = client.take()[-MAC_BYTES:]
+    with pytest.raises(ProtocolError, match="secret"):
+        client.receive(proof)  # its own words, sent back
+
+
+@given(data=st.binary(min_size=1, max_size=300))
+def test_noise_never_gets_in(data: bytes) -> None:
+    """Any bytes are refused or waited for; none make a message, and no more is said than once."""
+    server = Channel(SECRET, server=True)
+    said = server.take()
+    try:
+        assert server.receive(data) == []
+        assert server.receive(MAGIC + data + bytes(100)) == []
+    except ProtocolError:
+        pass
+    assert not server.ready
+    assert len(said) == len(MAGIC) + NONCE_BYTES
+    assert server.take() == b""
+
+
+@given(at=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_an_altered_frame_is_refused(at: int, bit: int) -> None:
+    server, client = meet()
+    client.send(b"beat of attempt 3")
+    data = bytearray(client.take())
+    data[at % len(data)] ^= 1 << bit
+    try:
+        assert server.receive(bytes(data)) == []  # a longer frame, which never ends
+    except ProtocolError:
+        return
+
+
+def test_frames_cannot_be_repeated_dropped_or_turned_around() -> None:
+    server, client = meet()
+    client.send(b"1")
+    first = client.take()
+    client.send(b"2")
+    second = client.take()
+    assert server.receive(first) == [b"1"]
+    with pytest.raises(ProtocolError):
+        server.receive(first)
+    server, client = meet()
+    client.send(b"1")
+    client.take()
+    client.send(b"2")
+    with pytest.raises(ProtocolError):
+        server.receive(client.take())
+    server, client = meet()
+    client.send(b"1")
+    with pytest.raises(ProtocolError):
+        client.receive(client.take())
+    assert second
+
+
+def test_a_frame_too_long_is_refused_before_it_is_read() -> None:
+    server, _ = meet()
+    with pytest.raises(ProtocolError, match="a frame of"):
+        server.receive((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
+
+
+def test_a_message_too_long_is_not_sent() -> None:
+    _, client = meet()
+    with pytest.raises(ValueError, match="too long"):
+        client.send(bytes(MAX_FRAME_BYTES + 1))

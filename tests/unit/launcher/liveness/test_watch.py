@@ -1,0 +1,168 @@
+"""What an agent sees of its ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from support.launch_lab import until
+
+from flagscale.hosts import kernel, processes
+from flagscale.launcher.layout import HostFiles, latest_status, status_directory
+from flagscale.launcher.liveness import secret
+from flagscale.launcher.liveness.attempt import Attempt, Stage
+from flagscale.launcher.liveness.watch import RankWatch, StackCall
+from flagscale.status import BUSY, RUN_ID_VARIABLE, STEP, StatusWriter, read_progress
+
+
+def test_progress_and_events_are_moves_and_repetitions_are_not(tmp_path: Path) -> None:
+    watch, rank = RankWatch(tmp_path), StatusWriter(tmp_path, 3)
+    watch.look()
+    assert (watch.moves, watch.joined, watch.step(3)) == (0, set(), None)
+    rank.write("started", rank=3)
+    rank.write("warning", message="odd")
+    watch.look()
+    assert watch.moves == 0
+    rank.write("joined")
+    watch.look()
+    assert (watch.moves, watch.joined) == (1, {3})
+    for step, moves in ((1, 2), (1, 2), (2, 3)):
+        rank.write_progress(step)
+        watch.look()
+        assert (watch.moves, watch.step(3), watch.doing(3)) == (moves, step, STEP)
+    assert not watch.busy
+    rank.write_progress(2, BUSY[1])
+    watch.look()
+    assert watch.busy
+    rank.write("failed", kind="E", message="m")
+    watch.look()
+    assert watch.failed
+
+
+def test_a_program_that_writes_events_alone_moves_by_its_progress(tmp_path: Path) -> None:
+    watch, rank = RankWatch(tmp_path), StatusWriter(tmp_path, 0)
+    rank.write("progress", step=7)
+    watch.look()
+    (tmp_path / "rank_0.place").write_text("")
+    assert (watch.moves, watch.step(0)) == (1, 7)
+    rank.write("progress", step=8)
+    watch.look()
+    assert (watch.moves, watch.step(0)) == (2, 8)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": null, "doing": ""}', '{"step": "x"}'])
+def test_half_of_what_a_rank_says_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rank_0.place").write_text(text)
+    assert read_progress(tmp_path, 0) is None
+
+
+def test_only_who_has_a_handler_is_asked_for_its_stacks(tmp_path: Path) -> None:
+    view = HostFiles("h", 0, 3, tmp_path, tmp_path / "out")
+    handler = "import faulthandler, signal; faulthandler.register(signal.SIGUSR2);"
+    sleeping = "import time\ndef wait_for_it():\n time.sleep(600)\nwait_for_it()"
+    ranks = {}
+    for rank, program in enumerate((handler + sleeping, sleeping, handler + sleeping)):
+        log = tmp_path / f"ranks/x/attempt_0/{rank}/stderr.log"
+        log.parent.mkdir(parents=True)
+        with log.open("wb") as file:
+            ranks[rank] = subprocess.Popen([sys.executable, "-c", program], stderr=file)
+    try:
+        until(lambda: all(kernel.catches(ranks[r].pid, signal.SIGUSR2) for r in (0, 2)))
+        os.kill(ranks[2].pid, signal.SIGSTOP)
+        until(lambda: kernel.is_stopped(ranks[2].pid))
+        found = {r: processes.identify(p.pid) for r, p in ranks.items()}
+        call = StackCall(view, RankWatch(tmp_path), {r: p for r, p in found.items() if p})
+        until(lambda: call.complete(time.monotonic()))
+        first, second, third = call.ranks()
+        assert "in wait_for_it" in first.stack
+        assert (first.answered, second.answered, third.answered) == (True, True, False)
+        assert third.stopped
+        assert [ranks[r].poll() for r in (0, 1)] == [None, None]
+    finally:
+        for process in ranks.values():
+            process.kill()
+            process.wait()
+
+
+def test_a_stack_that_is_still_written_is_waited_for(tmp_path: Path) -> None:
+    log = tmp_path / "ranks/x/attempt_0/0/stderr.log"
+    log.parent.mkdir(parents=True)
+    log.touch()
+    handler = "import signal, time; signal.signal(signal.SIGUSR2, lambda *_: None); time.sleep(600)"
+    rank = subprocess.Popen([sys.executable, "-c", handler])
+    try:
+        until(lambda: kernel.catches(rank.pid, signal.SIGUSR2))
+        found = processes.identify(rank.pid)
+        assert found is not None
+        view = HostFiles("h", 0, 1, tmp_path, tmp_path / "out")
+        call = StackCall(view, RankWatch(tmp_path), {0: found})
+        looks = []
+        with log.open("a") as file:
+            # By turns: a part is written, and someone looks twice.
+            for number, part in enumerate(
+                ("Current thread 0x1 (", "most recent call", " first):\n")
+            ):
+                file.write(part)
+                file.flush()
+                looks += [call.complete(10.0 * number + 1), call.complete(10.0 * number + 1.2)]
+        assert looks == [False] * 6
+        assert call.complete(30.0)
+        assert call.answers() == {0: "Current thread 0x1 (most recent call first):"}
+    finally:
+        rank.kill()
+        rank.wait()
+
+
+def test_the_latest_attempt_is_found(tmp_path: Path) -> None:
+    assert latest_status(tmp_path) == tmp_path / "status"
+    for number in (0, 2, 10):
+        (tmp_path / status_directory(number)).mkdir()
+    assert latest_status(tmp_path).name == "status.10"
+
+
+def test_a_secret_leaves_the_environment_and_is_kept_for_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert secret.take(tmp_path) is None
+    monkeypatch.setenv(secret.VARIABLE, "a" * 64)
+    assert secret.take(tmp_path) == b"a" * 64
+    assert secret.VARIABLE not in os.environ
+    assert secret.take(tmp_path) == b"a" * 64
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+    monkeypatch.setenv(secret.VARIABLE, "short")
+    assert secret.take(tmp_path / "other") is None
+
+
+def test_a_rank_that_ends_by_itself_is_not_told_to(tmp_path: Path) -> None:
+    """Its own exit code is worth more than a signal's."""
+    program = (
+        "import os, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w').close();"
+        "time.sleep(1); sys.exit(7 if os.environ['RANK'] == '0' else 0)"
+    )
+    starter = (
+        "import os, subprocess, sys; words = [sys.executable, '-c', *sys.argv[1:]];"
+        "ranks = [subprocess.Popen(words,"
+        " env={**os.environ, 'RANK': str(r), 'LOCAL_RANK': str(r)}) for r in (0, 1)];"
+        "print(*[rank.wait() for rank in ranks], file=open(sys.argv[2] + 'codes', 'w'))"
+    )
+    attempt = Attempt("t-dying", 5)
+    command = [sys.executable, "-c", starter, program, f"{tmp_path}/"]
+    attempt.start(command, {**os.environ, RUN_ID_VARIABLE: "t-dying"})
+    until(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
+    attempt.end(failed=True, dying={0})
+
+    def over() -> bool:
+        with suppress(ChildProcessError):
+            attempt.reaped(*os.waitpid(-1, os.WNOHANG))
+        attempt.step(time.monotonic())
+        return attempt.stage is Stage.OVER
+
+    until(over)
+    assert (tmp_path / "codes").read_text() == "7 -15\n"
+    assert attempt.code == 0

@@ -1,0 +1,188 @@
+"""Values that extend a host's own variables: what is refused, told, and what a rank gets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flagscale.config.interpolation import parts, reference
+from flagscale.config.schema import Environments, Experiment, Runner
+from flagscale.errors import ConfigError
+from flagscale.files import json_text
+from flagscale.hosts.probe import filled
+from flagscale.launcher.liveness.options import AgentOptions
+from flagscale.launcher.planning.environment import EnvValue, shell_notes
+from flagscale.launcher.planning.model import HostPlan, LaunchPlan, Machine, RunnerHandle
+from flagscale.launcher.planning.script import render
+from flagscale.launcher.show.plan import plan_text
+
+MakePlan = Callable[..., LaunchPlan]
+PATH = reference("PATH")
+
+REFUSED = {
+    "dollar": ({"PATH": "/x:$PATH"}, "PATH: .*write \\${host:PATH}"),
+    "braces": ({"PATH": "${PATH}:/x"}, "PATH: .*write \\${host:PATH}"),
+    "beside-a-reference": ({"PATH": f"{PATH}:$PATH"}, "PATH: .*write \\${host:PATH}"),
+    "half-a-secret": ({"MY_TOKEN": f"abc{PATH}"}, "MY_TOKEN: looks like a secret, which no script"),
+    "a-secrets-name": (
+        {"HF_TOKEN": "abc", "X": reference("HF_TOKEN")},
+        r"X: \${host:HF_TOKEN}: the host's own is replaced",
+    ),
+    "the-runs-secret": ({"X": reference("FLAGSCALE_RUN_SECRET")}, "X: .*is replaced"),
+    "a-nul": ({"X": "a\0b"}, "X: holds a NUL character"),
+}
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_filled_in_is_refused(
+    make_plan: MakePlan, values: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"experiment.envs.{message}") as error:
+        make_plan(envs=Environments(values))
+    assert "abc" not in str(error.value)
+
+
+def test_a_refusal_has_its_place(make_plan: MakePlan) -> None:
+    envs = Environments(by_host={"localhost": {"PATH": "/x:$PATH"}})
+    key = "experiment.envs.node_specific.localhost.PATH"
+    with pytest.raises(ConfigError, match=rf"^t.yaml:7: {key}: \$PATH would stay"):
+        make_plan(envs=envs, sources={key: "t.yaml:7"})
+
+
+def test_other_dollars_are_noted(make_experiment: Callable[..., Experiment]) -> None:
+    envs = Environments(
+        {"A": "$HOME/x", "B": f"{PATH}", "C": "cost: 5$", "MY_TOKEN": "a$b"},
+        {"T": {"D": "${rank}"}},
+        {"h": {"E": "x$Y", "F": "plain"}},
+    )
+    (note,) = shell_notes(make_experiment(envs=envs))
+    assert note == (
+        "experiment.envs.A, experiment.envs.device_type_specific.T.D, "
+        "experiment.envs.node_specific.h.E: a $NAME stays as it is; ${host:NAME} is the host's own"
+    )
+    assert not list(shell_notes(make_experiment(envs=Environments({"B": PATH}))))
+
+
+def test_a_plan_shows_references_as_a_yaml_has_them(make_plan: MakePlan) -> None:
+    made = make_plan(
+        envs=Environments({"PATH": f"/x:{PATH}", "TYPED": "${host:X}", "PYTHONPATH": f"/p:{PATH}"})
+    )
+    shown = {value["name"]: value for value in made.hosts[0].to_json()["environment"]}
+    assert shown["PATH"]["value"] == "/x:${host:PATH}"
+    assert shown["PYTHONPATH"]["value"] == "/p:${host:PATH}"
+    assert shown["TYPED"]["value"] == r"\${host:X}"
+    assert "PATH='/x:${host:PATH}'" in plan_text(made)
+    assert "\\u0000" not in json_text(made.to_json())
+    assert "\0" not in plan_text(made)
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks"),
+    [({"MINE": "4,5,6"}, 3), ({}, 8)],
+    ids=["this-machine", "another-of-which-nothing-is-known"],
+)
+def test_a_hosts_own_devices_are_counted(
+    make_plan: MakePlan, machine: Machine, environment: dict[str, str], ranks: int
+) -> None:
+    made = make_plan(
+        envs=Environments({"CUDA_VISIBLE_DEVICES": reference("MINE")}),
+        runner=Runner(nproc_per_node="auto"),
+        machine=replace(machine, devices={"cuda": 8}, environment=environment),
+    )
+    assert made.hosts[0].nproc == ranks
+
+
+def test_a_secret_of_the_host_may_have_another_name(make_plan: MakePlan) -> None:
+    """Nothing secret is in the YAML, so the script can hold it."""
+    made = make_plan(envs=Environments({"MY_TOKEN": reference("HF_TOKEN")}))
+    assert 'export MY_TOKEN="$host_HF_TOKEN"' in render(made, made.hosts[0])
+
+
+CHARACTERS = st.characters(blacklist_characters="\0", blacklist_categories=("Cs",))
+TEXTS = st.one_of(
+    st.sampled_from(["", ":", "'", '"', "$X", "$(id)", "`id`", "\n", "\\", "a,b", "é🦙", "${X}"]),
+    st.text(CHARACTERS, max_size=12),
+)
+NAMES = st.sampled_from(
+    ["PATH", "PYTHONPATH", "A", "B", "C_PATH", "host_A", "run_dir", "http_proxy"]
+)
+VALUES = st.lists(st.one_of(TEXTS, NAMES.map(reference)), max_size=6).map("".join)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    values=st.dictionaries(NAMES, VALUES, max_size=6),
+    # Without a PATH, bash makes one up.
+    there=st.dictionaries(NAMES, TEXTS).map(lambda own: {"PATH": "/bin", **own}),
+)
+def test_any_reference_comes_back_out_of_bash(
+    values: dict[str, str],
+    there: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """The exports run in bash on a host with the variables ``there``, and each exported value is
+    what the host's own amount to, in whatever order they are exported."""
+    directory = tmp_path_factory.getbasetemp()
+    host = _host(directory, tuple(EnvValue(k, v, "envs") for k, v in values.items()))
+    made = LaunchPlan(
+        *("r", "n", directory, None, "127.0.0.1", 1, (host,)),
+        **{"external": True, "start_timeout": 1, "stop_grace": 1},
+        runner=RunnerHandle("local"),
+    )
+    head = render(made, host).partition("# Supervisor,")[0]
+    done = subprocess.run(
+        ["/bin/bash", "-c", f"{head}\nexec /usr/bin/env -0"],
+        env=there,
+        capture_output=True,
+        check=True,
+        timeout=30,
+    )
+    found = dict(entry.split("=", 1) for entry in os.fsdecode(done.stdout).split("\0")[:-1])
+    own = values.pop("PYTHONPATH", "")
+    assert {k: found[k] for k in values} == {k: filled(parts(k, values[k]), there) for k in values}
+    path = filled(parts("PYTHONPATH", f"/b:/p:{own}" if own else "/b:/p"), there)
+    # The host's own stands last, unless its place was given.
+    last = "" if reference("PYTHONPATH") in own else there.get("PYTHONPATH", "")
+    assert found["PYTHONPATH"] == (f"{path}:{last}" if last else path)
+
+
+def _host(directory: Path, environment: tuple[EnvValue, ...]) -> HostPlan:
+    return HostPlan(
+        node_rank=0,
+        name="localhost",
+        device_type=None,
+        address="localhost",
+        nproc=1,
+        first_rank=0,
+        environment=environment,
+        python_path=("/b", "/p"),
+        workdir=directory,
+        python="python3",
+        agent=AgentOptions(
+            max_restarts=0,
+            on_failure="stop",
+            lost_host_timeout=60.0,
+            start_timeout=60.0,
+            hang_detection_timeout=0.0,
+            run_name="r",
+            run_dir=directory,
+            name="localhost",
+            node_rank=0,
+            first_rank=0,
+            nproc=1,
+            stop_grace=1.0,
+        ),
+        starter=("torchrun",),
+        program=("program",),
+        run_dir=directory,
+        script=directory,
+        output=directory,
+        pid_file=directory,
+    )

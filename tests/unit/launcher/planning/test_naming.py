@@ -1,0 +1,141 @@
+"""What an experiment says of hosts that the hostfile does not have, or not so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagscale.config.schema import Environments, Experiment, Runner, Specific
+from flagscale.errors import ConfigError
+from flagscale.launcher.runners.hosts import HostRunner
+
+MakeExperiment = Callable[..., Experiment]
+TYPED = "127.0.0.1 slots=2 type=A\nnode2 slots=2 type=B800\n"
+UNTYPED = "127.0.0.1 slots=2\nnode2 slots=2\n"
+
+
+@pytest.fixture
+def on_hosts(
+    make_experiment: MakeExperiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Experiment]:
+    monkeypatch.chdir(tmp_path)
+
+    def make(hostfile: str, nnodes: int | None = None, **given: Any) -> Experiment:
+        path = tmp_path / "hosts"
+        path.write_text(hostfile, encoding="utf-8")
+        runner = Runner(nproc_per_node=2, hostfile=path, nnodes=nnodes)
+        return make_experiment(runner=runner, **given)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("hostfile", "given", "message"),
+    [
+        pytest.param(
+            TYPED,
+            {"by_host": {"nod2": Specific()}},
+            "node_specific.nod2: no host in hosts has this name; did you mean 'node2'?",
+            id="host",
+        ),
+        pytest.param(
+            TYPED,
+            {"envs": Environments(by_host={"noode": {"X": "1"}})},
+            "experiment.envs.node_specific.noode: no host in hosts has this name; did you mean",
+            id="host-envs",
+        ),
+        pytest.param(
+            TYPED,
+            {"by_type": {"B80": Specific()}},
+            "device_type_specific.B80: no host in hosts has this type; did you mean 'B800'?",
+            id="type",
+        ),
+        pytest.param(
+            TYPED,
+            {"envs": Environments(by_type={"Q": {"X": "1"}})},
+            "experiment.envs.device_type_specific.Q: no host in hosts has this type; it has A,B800",
+            id="type-envs",
+        ),
+        pytest.param(
+            UNTYPED,
+            {"by_type": {"A": Specific()}},
+            "no host in hosts has this type; its lines have no type=",
+            id="no-types",
+        ),
+    ],
+)
+def test_a_name_that_nothing_has_is_refused(
+    on_hosts: Callable[..., Experiment], hostfile: str, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        HostRunner().plan(on_hosts(hostfile, **given))
+    assert message in str(raised.value)
+
+
+def test_all_such_names_are_told_with_their_places(on_hosts: Callable[..., Experiment]) -> None:
+    experiment = on_hosts(
+        TYPED,
+        by_type={"C": Specific()},
+        by_host={"x": Specific()},
+        sources={"device_type_specific.C": "t.yaml:3", "node_specific.x.seed": "override"},
+    )
+    with pytest.raises(ConfigError) as raised:
+        HostRunner().plan(experiment)
+    assert [problem.where for problem in raised.value.problems] == ["t.yaml:3", "override"]
+
+
+def test_hosts_that_take_no_part_may_be_named(on_hosts: Callable[..., Experiment]) -> None:
+    experiment = on_hosts(
+        TYPED, nnodes=1, by_type={"B800": Specific()}, by_host={"node2": Specific()}
+    )
+    assert [host.name for host in HostRunner().plan(experiment).hosts] == ["127.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "note"),
+    [
+        pytest.param(None, "", id="not-said"),
+        pytest.param(1, "", id="fewer"),
+        pytest.param(2, "", id="all"),
+        pytest.param(
+            5,
+            "2 host(s) take part: experiment.runner.nnodes is 5, the hostfile has 2",
+            id="more",
+        ),
+    ],
+)
+def test_more_hosts_than_there_are(
+    on_hosts: Callable[..., Experiment], nnodes: int | None, note: str
+) -> None:
+    notes = HostRunner().plan(on_hosts(UNTYPED, nnodes)).notes
+    assert [text for text in notes if "take part" in text] == ([note] if note else [])
+
+
+@pytest.mark.parametrize(
+    ("hostfile", "told"),
+    [
+        pytest.param("localhost slots=1\nb slots=1\n", True, id="name"),
+        pytest.param("localhost slots=1 addr=10.0.0.1\nb slots=1\n", False, id="addr"),
+        pytest.param("b slots=1\nlocalhost slots=1\n", False, id="second"),
+        pytest.param("localhost slots=1\n", False, id="alone"),
+    ],
+)
+def test_a_loopback_address_for_several_hosts_is_noted(
+    on_hosts: Callable[..., Experiment], hostfile: str, told: bool
+) -> None:
+    notes = HostRunner().plan(on_hosts(hostfile)).notes
+    assert any("localhost is a loopback address" in text for text in notes) is told
+
+
+def test_without_a_hostfile_it_is_a_note(make_experiment: MakeExperiment) -> None:
+    experiment = make_experiment(
+        by_type={"A": Specific()}, by_host={"localhost": Specific(), "n": Specific()}
+    )
+    (note,) = [text for text in HostRunner().plan(experiment).notes if "hostfile" in text]
+    assert note.startswith("device_type_specific.A, node_specific.n: not used")
+    named = replace(experiment, by_type={}, by_host={"localhost": Specific()})
+    assert not [text for text in HostRunner().plan(named).notes if "hostfile" in text]

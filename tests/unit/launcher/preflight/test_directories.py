@@ -1,0 +1,153 @@
+"""The directories that training starts from and writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagscale.config.schema import Experiment, Runner, Task, Train
+from flagscale.hosts.facts import NOT_A_DIRECTORY, NOT_WRITABLE, Facts, PathState
+from flagscale.hosts.hostfile import Host
+from flagscale.hosts.python_world import World
+from flagscale.launcher.layout import Layout
+from flagscale.launcher.planning.model import LaunchPlan
+from flagscale.launcher.planning.per_host import all_settings, settings
+from flagscale.launcher.preflight.checks import Check
+from flagscale.launcher.preflight.directories import Wanted, judge, wanted
+from flagscale.launcher.preflight.host_probe import Survey
+from flagscale.launcher.preflight.hosts import check_hosts
+from flagscale.launcher.runners.hosts import HostRunner
+
+OWN = "/data/runs/tiny"
+ROOM = PathState("/", user="trainer", free=1 << 40)
+DENIED = PathState("/mnt", NOT_WRITABLE, "trainer")
+
+MakeExperiment = Callable[..., Experiment]
+
+
+@pytest.fixture
+def experiment(make_experiment: MakeExperiment) -> MakeExperiment:
+    """An experiment of this project's own program with these arguments."""
+
+    def make(*, exp_dir: Path = Path(OWN), **arguments: Any) -> Experiment:
+        return make_experiment(
+            task=Task(entrypoint=Path("/opt/program.py")),
+            train=Train(system={"checkpoint": arguments}),
+            runner=Runner(nproc_per_node=1),
+            exp_dir=exp_dir,
+        )
+
+    return make
+
+
+def of(experiment: Experiment, *, first: bool = True) -> Wanted:
+    layout = Layout(experiment.exp_dir)
+    return wanted(experiment, layout, settings(experiment, Host("h0", 1)), first=first)
+
+
+@pytest.mark.parametrize(
+    ("given", "first", "written"),
+    [
+        pytest.param({}, True, {}, id="below-the-experiment"),
+        pytest.param(
+            {"save": "/a/b"}, True, {"save": "/a/b", "data_cache_path": "/a/data_cache"}, id="save"
+        ),
+        pytest.param({"save": "/a/b"}, False, {"save": "/a/b"}, id="other-host"),
+        pytest.param(
+            {"save": "/a/b", "path_to_cache": "/c"},
+            True,
+            {"save": "/a/b", "data_cache_path": "/c"},
+            id="cache",
+        ),
+        pytest.param(
+            {"save": None, "tensorboard_dir": "/t/b"},
+            True,
+            {"tensorboard_dir": "/t/b", "data_cache_path": "/t/data_cache"},
+            id="board",
+        ),
+        pytest.param({"tensorboard_dir": "s3://b"}, True, {}, id="object-storage"),
+    ],
+)
+def test_what_is_written(
+    experiment: MakeExperiment, given: dict[str, Any], first: bool, written: dict[str, str]
+) -> None:
+    assert of(experiment(**given), first=first).written == written
+
+
+def test_nothing_is_known_of_a_foreign_program(make_experiment: MakeExperiment) -> None:
+    external = make_experiment(train=Train(system={"save": "/a", "load": "/b", "finetune": True}))
+    assert list(judge(of(external), {})) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "ok", "found"),
+    [
+        pytest.param("save", ROOM, True, "1,048,576 MiB free", id="room"),
+        pytest.param("save", DENIED, False, "/mnt is not writable for user trainer", id="rights"),
+        pytest.param(
+            "save", PathState("/f", NOT_A_DIRECTORY), False, "/f is not a directory", id="file"
+        ),
+        pytest.param("save", PathState("/", free=1000), False, "0 MiB free", id="full"),
+        pytest.param("save", None, False, "did not say", id="silent"),
+        pytest.param("data_cache_path", DENIED, False, "/mnt is not writable", id="no-cache"),
+        pytest.param(
+            "data_cache_path", PathState("/mnt/x", NOT_WRITABLE), True, "not cached", id="read-only"
+        ),
+    ],
+)
+def test_what_cannot_be_written(name: str, state: PathState | None, ok: bool, found: str) -> None:
+    states = {} if state is None else {"/mnt/x": state}
+    (check,) = judge(Wanted(written={name: "/mnt/x"}), states)
+    assert check.ok is ok
+    assert found in check.found
+    assert ok or state is None or name in check.hint
+
+
+def test_this_machine_is_looked_at(experiment: MakeExperiment, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    given = experiment(exp_dir=tmp_path / "exp", save=str(tmp_path / "file" / "x"))
+    with HostRunner().prepare(given, checking=True) as ready:
+        checks = {one.name: one for one in ready.checks}
+    assert checks["exp_dir"].ok
+    assert not checks["save"].ok
+    assert checks["save"].found == f"{tmp_path / 'file'} is not a directory"
+
+
+def test_every_host_is_looked_at(
+    experiment: MakeExperiment, make_plan: Callable[..., LaunchPlan]
+) -> None:
+    hosts = (Host("n1", 1), Host("n2", 1), Host("n3", 1))
+    given = experiment(
+        save="/mnt/x", load="/l", num_layers=1, hidden_size=8, num_attention_heads=1,
+        seq_length=8, lr=0.1, train_iters=5,
+    )  # fmt: skip
+    told = {"path": "/l/iter_0000004", "iteration": 4, "content": {}, "skipped": []}
+    python = World("3.11", "/python", answers={"load": told})
+    fine = {"/mnt/x": ROOM, "/mnt/data_cache": ROOM}
+    denied = {"/mnt/x": DENIED}
+    there = ("iter_0000003", "iter_0000004")
+    found = Survey(
+        hosts,
+        all_settings(given, hosts),
+        needed=({},) * 3,
+        facts={
+            0: Facts(1, {}, "eth0", "b", 0.0, written=fine, checkpoints=there, python=python),
+            1: Facts(1, {}, "eth0", "b", 0.0, written=fine, checkpoints=there),
+            2: Facts(1, {}, "eth0", "b", 0.0, written=denied, checkpoints=("iter_0000003",)),
+        },
+    )
+    plan = make_plan(hosts=hosts, runner=Runner(nproc_per_node=1))
+    names = ("save", "data_cache_path", "load")
+    rows: list[Check] = [one for one in check_hosts(given, plan, found) if one.name in names]
+    assert [(one.name, one.hosts, one.ok, one.warning) for one in rows] == [
+        ("save", "n[1-2]", True, False),
+        ("save", "n3", False, False),
+        ("data_cache_path", "n1", True, False),
+        ("load", "n[1-2]", True, False),
+        ("load", "n3", False, False),
+    ]
+    assert rows[0].found == "/mnt/x: more than 2 GiB free"
+    assert rows[-1].found == "/l/iter_0000004 is not there"

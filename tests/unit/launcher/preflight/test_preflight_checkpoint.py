@@ -1,0 +1,253 @@
+"""What a preflight says of the checkpoint that training would start from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagscale.config.schema import Experiment, Runner, Task, Train
+from flagscale.hosts.facts import Facts
+from flagscale.hosts.hostfile import Host
+from flagscale.hosts.python_world import World
+from flagscale.launcher.layout import Layout
+from flagscale.launcher.planning.per_host import settings
+from flagscale.launcher.preflight.checkpoint import judge
+from flagscale.launcher.preflight.checks import Check
+from flagscale.launcher.preflight.directories import Wanted, wanted
+from flagscale.launcher.runners.hosts import HostRunner
+from flagscale.train.checkpoint.store import CheckpointStore
+
+OWN = "/data/runs/tiny"
+MODEL = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 8,
+         "lr": 0.1, "train_iters": 10, "vocab_size": 100, "mock_data": True}  # fmt: skip
+
+MakeExperiment = Callable[..., Experiment]
+
+
+@pytest.fixture
+def experiment(make_experiment: MakeExperiment) -> MakeExperiment:
+    """An experiment of this project's own program with these arguments."""
+
+    def make(*, exp_dir: Path = Path(OWN), **arguments: Any) -> Experiment:
+        return make_experiment(
+            task=Task(entrypoint=Path("/opt/program.py")),
+            train=Train(system={"checkpoint": {**MODEL, **arguments}}),
+            runner=Runner(nproc_per_node=1),
+            exp_dir=exp_dir,
+        )
+
+    return make
+
+
+def of(experiment: Experiment) -> Wanted:
+    own = settings(experiment, Host("h0", 1))
+    return wanted(experiment, Layout(experiment.exp_dir), own, first=True)
+
+
+def facts(*checkpoints: int, told: dict[str, Any] | None = None, asked: bool = True) -> Facts:
+    names = tuple(f"iter_{number:07d}" for number in checkpoints)
+    answers = {} if told is None else {"load": told}
+    python = World("3.11", "/python", answers=answers) if asked else None
+    return Facts(1, {}, "eth0", "b", 0.0, checkpoints=names, python=python)
+
+
+def whole(load: str, iteration: int, *skipped: str, **content: Any) -> dict[str, Any]:
+    path = f"{load}/iter_{iteration:07d}"
+    return {"path": path, "iteration": iteration, "content": content, "skipped": list(skipped)}
+
+
+@pytest.mark.parametrize(
+    ("given", "row"),
+    [
+        pytest.param({}, (True, False, f"{OWN}/checkpoints holds no checkpoint; "), id="first-run"),
+        pytest.param({"load": "/l"}, (True, True, "/l holds no checkpoint; "), id="load"),
+        pytest.param(
+            {"load": "/l", "save": "/l"}, (True, False, "/l holds no"), id="resumes-its-own"
+        ),
+        pytest.param(
+            {"load": "/l", "finetune": True},
+            (False, True, "/l holds no checkpoint, and finetune asks for one"),
+            id="finetune",
+        ),
+        pytest.param(
+            {"load": None, "finetune": True},
+            (False, False, "no checkpoint is named, and finetune asks for one"),
+            id="finetune-of-nothing",
+        ),
+        pytest.param({"load": None}, None, id="no-load"),
+        pytest.param(
+            {"load": "/l", "finetune": True, "pretrained_checkpoint": "/models/m"},
+            (True, True, "/l holds no checkpoint; training starts from step 0 with the weights of"),
+            id="pretrained",
+        ),
+    ],
+)
+def test_there_is_none(
+    experiment: MakeExperiment, given: dict[str, Any], row: tuple[bool, bool, str] | None
+) -> None:
+    check = judge(of(experiment(**given)), facts(), facts(), 1)
+    if row is None:
+        assert check is None
+        return
+    assert check is not None
+    assert (check.ok, check.warning) == row[:2]
+    assert check.found.startswith(row[2])
+    assert bool(check.hint) is not check.ok
+
+
+LONGER = {"lr_decay_steps": 5, "wd_incr_steps": 5}
+CUT = "iter_0000005: a.distcp has 99 bytes, expected 100"
+
+
+@pytest.mark.parametrize(
+    ("given", "told", "row"),
+    [
+        pytest.param({}, whole("/l", 4), (True, False, "iteration 4 in /l"), id="whole"),
+        pytest.param(
+            {}, whole("/l", 4, CUT), (True, True, f"iteration 4 in /l; passed over {CUT}"), id="cut"
+        ),
+        pytest.param(
+            {},
+            whole("/l", 4, "a", "b", "c", "d", "e"),
+            (True, True, "in /l; passed over a; passed over b; passed over c; passed over 2 more"),
+            id="many",
+        ),
+        pytest.param(
+            {"finetune": True},
+            whole("/l", 4, schedule=LONGER),
+            (True, False, "iteration 4 in /l; finetune: the weights alone"),
+            id="finetune",
+        ),
+        pytest.param(
+            {}, whole("/l", 10), (True, True, "all 10 steps are done: nothing to train"), id="done"
+        ),
+        pytest.param(
+            {},
+            whole("/l", 4, schedule=LONGER),
+            (
+                False,
+                False,
+                "iter_0000004 in /l: the checkpoint's learning-rate schedule differs from the "
+                "arguments': total number of iterations (in samples): the checkpoint has 5, the "
+                "arguments 10",
+            ),
+            id="longer",
+        ),
+        pytest.param(
+            {"num_layers": 2, "hidden_size": 16},
+            whole("/l", 4, architecture={"num_layers": 1, "hidden_size": 8, "swiglu": None}),
+            (
+                False,
+                False,
+                "is of another model: num_layers: the checkpoint has 1, the model 2; hidden_size: "
+                "the checkpoint has 8, the model 16",
+            ),
+            id="other-model",
+        ),
+        pytest.param(
+            {},
+            whole("/elsewhere", 5),
+            (False, False, "/elsewhere/iter_0000005 is not there"),
+            id="not-shared",
+        ),
+        pytest.param(
+            {},
+            {"refused": "/l: holds no whole checkpoint:\n  a: b\n  c: d", "hint": "remove"},
+            (False, False, "/l: holds no whole checkpoint: a: b; c: d"),
+            id="none-whole",
+        ),
+        pytest.param(
+            {},
+            {"refused": "[Errno 5] Input/output error", "hint": None},
+            (False, False, "/l: [Errno 5] Input/output error"),
+            id="unreadable",
+        ),
+        pytest.param(
+            {},
+            {"problem": "No module named torch"},
+            (True, True, "/l holds checkpoints; which one is whole is not known: No module"),
+            id="no-answer",
+        ),
+        pytest.param({}, None, (True, True, "its Python was not asked"), id="not-asked"),
+    ],
+)
+def test_there_is_one(
+    experiment: MakeExperiment,
+    given: dict[str, Any],
+    told: dict[str, Any] | None,
+    row: tuple[bool, bool, str],
+) -> None:
+    host = facts(4, 10, told=told)
+    check = judge(of(experiment(load="/l", **given)), host, host, 1)
+    assert check is not None
+    assert (check.ok, check.warning) == row[:2]
+    assert row[2] in check.found
+    assert "\n" not in check.found
+
+
+def test_rank_0_decides(experiment: MakeExperiment) -> None:
+    want = of(experiment(load="/l"))
+    master = facts(4, told=whole("/l", 4))
+    fine = judge(want, facts(4, asked=False), master, 2)
+    assert fine is not None
+    assert fine.found.startswith("iteration 4 in /l")
+    gone = judge(want, facts(3, 5), master, 2)
+    assert gone is not None
+    assert not gone.ok
+    none = judge(want, facts(4), facts(), 2)
+    assert none is not None
+    assert none.found.startswith("/l holds no checkpoint")
+    assert judge(want, facts(4), None, 2) is None
+
+
+@pytest.fixture
+def look(experiment: MakeExperiment, tmp_path: Path) -> Callable[..., Check]:
+    """This machine's own answer."""
+
+    def run(**given: Any) -> Check:
+        with HostRunner().prepare(experiment(exp_dir=tmp_path, **given), checking=True) as ready:
+            (check,) = (one for one in ready.checks if one.name == "load")
+        return check
+
+    return run
+
+
+def save(root: Path, iteration: int, **content: Any) -> Path:
+    store = CheckpointStore(root)
+    (store.begin(iteration) / "a.distcp").write_bytes(b"x" * 100)
+    return store.publish(iteration, content)
+
+
+def test_this_machine_tells_which_one_is_whole(look: Callable[..., Check], tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    assert look().found.startswith(f"{root} holds no checkpoint")
+    older, newest = save(root, 4, distributed_optimizer=True), save(root, 5)
+    assert look().found == f"iteration 5 in {root}"
+    (newest / "a.distcp").write_bytes(b"x")
+    cut = look(use_distributed_optimizer=True)
+    assert (cut.ok, cut.warning) == (True, True)
+    assert cut.found == (
+        f"iteration 4 in {root}; passed over iter_0000005: a.distcp has 1 bytes, expected 100"
+    )
+    other = look()
+    assert not other.ok
+    assert "saved with use_distributed_optimizer: true, this run has false" in other.found
+    assert other.hint.startswith("set use_distributed_optimizer: true")
+    (older / "a.distcp").unlink()
+    none = look()
+    assert not none.ok
+    assert none.found.startswith(f"{root}: holds no whole checkpoint: iter_0000005: a.distcp has")
+    assert "remove the damaged directories" in none.hint
+
+
+def test_a_tracker_file_alone_is_looked_at(look: Callable[..., Check], tmp_path: Path) -> None:
+    """The ranks would refuse it, too."""
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    (root / "latest_checkpointed_iteration.txt").write_text("soon")
+    found = look()
+    assert not found.ok
+    assert "holds 'soon', expected an iteration" in found.found

@@ -1,0 +1,280 @@
+"""What Slurm is given of a plan: golden files, and what it makes of hostile values.
+
+``FLAGSCALE_UPDATE_GOLDEN=1`` rewrites the golden files.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagscale import __version__
+from flagscale.config.schema import (
+    PROJECT,
+    Container,
+    Environments,
+    Experiment,
+    Runner,
+    Slurm,
+    SlurmType,
+)
+from flagscale.errors import ConfigError
+from flagscale.hosts.hostfile import Host
+from flagscale.launcher.planning.deferred_values import left_to_the_job
+from flagscale.launcher.planning.model import LaunchPlan, RunnerHandle
+from flagscale.launcher.planning.script import render
+from flagscale.launcher.runners.slurm import files
+from flagscale.launcher.runners.slurm.container import with_its_directory
+from flagscale.launcher.runners.slurm.job import batch_job, job_name, plan_of, signal_seconds
+
+MakePlan = Callable[..., LaunchPlan]
+MakeExperiment = Callable[..., Experiment]
+GOLDEN = Path(__file__).resolve().parents[3] / "golden" / "launcher"
+GIVEN = (Host("node-0", 2), Host("node-1", 2))
+CASES: dict[str, dict[str, Any]] = {
+    "slurm": {
+        "hosts": GIVEN,
+        "runner": Runner(
+            type="slurm",
+            nproc_per_node=2,
+            slurm=Slurm(partition="gpu", time="2:00:00", gpus_per_node="h100:2", requeue=2),
+        ),
+    },
+    "slurm_pyxis": {
+        "hosts": GIVEN,
+        "runner": Runner(
+            type="slurm",
+            python="/opt/conda/bin/python",
+            slurm=Slurm(
+                container=Container(
+                    image="nvcr.io#nvidia/pytorch:25.04-py3",
+                    mounts=("/data", "/scratch/$USER 'x':/tmp/x:ro"),
+                    options=("--no-container-mount-home",),
+                )
+            ),
+        ),
+    },
+    "slurm_apptainer": {
+        "hosts": GIVEN,
+        "runner": Runner(
+            type="slurm",
+            log_dir=Path("/logs of $USER"),
+            build_dir=Path("/opt/flagscale"),
+            slurm=Slurm(
+                container=Container(
+                    image="/images/it's $HOME.sif",
+                    runtime="apptainer",
+                    mounts=("/data:/mnt/data",),
+                    workdir="/work",
+                    options=("--nv",),
+                )
+            ),
+        ),
+    },
+    "slurm_hostile": {
+        "name": "evil\nname; rm -rf $HOME / %j|x",
+        "exp_dir": Path("/data/a 'b' \"c\" $HOME %j `id`\nü"),
+        "hosts": (Host("h03", 2, "A", addr="10.0.0.3"), Host("h01", 1, "B")),
+        "envs": Environments({"API_TOKEN": "s3cr3t"}),
+        "runner": Runner(
+            type="slurm",
+            hostfile=Path("/hosts"),
+            master_port=29500,
+            slurm=Slurm(
+                cpus_per_task=4, exclusive=False, extra={"comment": "it's $HOME", "hold": None}
+            ),
+        ),
+    },
+}
+
+
+def planned(make_plan: MakePlan, name: str) -> tuple[LaunchPlan, Runner]:
+    case = CASES[name]
+    runner = case["runner"]
+    made = left_to_the_job(make_plan(**case), runner)
+    return with_its_directory(made, runner.slurm.container), runner
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden(make_plan: MakePlan, name: str) -> None:
+    """The command, what is the job's own in its script, and in the script of a host."""
+    plan, runner = planned(make_plan, name)
+    made = batch_job(plan, runner)
+    head = made.script.partition("IFS= read")[0]
+    host = render(plan, plan.hosts[1]).partition("# Every process of the run")[0]
+    text = "\n".join([*map(shlex.quote, made.command), "", head, host])
+    text = text.replace(f"flagscale {__version__}", "flagscale VERSION")
+    text = text.replace(str(PROJECT), "/PROJECT")
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("FLAGSCALE_UPDATE_GOLDEN") == "1":
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8")
+    assert "s3cr3t" not in made.script + host + repr(plan) + repr(plan.to_json())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shellcheck_finds_nothing(make_plan: MakePlan, name: str, tmp_path: Path) -> None:
+    beside = Path(sys.executable).parent / "shellcheck"
+    found = str(beside) if beside.exists() else shutil.which("shellcheck")
+    if found is None:
+        pytest.skip("shellcheck is not installed")
+    plan, runner = planned(make_plan, name)
+    script = batch_job(plan, runner).script
+    node = script.partition("<<'END_NODE'\n")[2].partition("\nEND_NODE\n")[0]
+    texts = {
+        "job": script,
+        "node": f"#!/usr/bin/env bash\n{node}\n",
+        "host": render(plan, plan.hosts[0]),
+    }
+    for part, text in texts.items():
+        (tmp_path / part).write_text(text, encoding="utf-8")
+    argv = [found, *(str(tmp_path / part) for part in texts)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_values_come_back_out_of_bash(make_plan: MakePlan) -> None:
+    plan, runner = planned(make_plan, "slurm_hostile")
+    head = batch_job(plan, runner).script.partition("IFS= read")[0]
+    done = subprocess.run(
+        ["bash", "-c", f'{head}\nprintf \'%s\\0\' "$job_dir" "${{srun[@]}}"'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    directory, *srun = done.stdout.split("\0")[:-1]
+    assert Path(directory) == files.of_run(plan.exp_dir, plan.run_id)
+    assert "--cpus-per-task=4" in srun
+
+
+def test_a_name_that_slurm_takes_as_it_is(make_plan: MakePlan) -> None:
+    plan, _ = planned(make_plan, "slurm_hostile")
+    assert re.fullmatch(r"[A-Za-z0-9._\-]{1,90}", job_name(plan))
+    assert job_name(replace(plan, name="ü" * 300)).endswith(f".{plan.run_id}")
+
+
+def test_the_words_that_start_a_container(make_plan: MakePlan) -> None:
+    """As the runtime gets them, once bash has read them."""
+    found = {}
+    for name, array in (("slurm_pyxis", "srun"), ("slurm_apptainer", "inside")):
+        head = batch_job(*planned(make_plan, name)).script.partition("IFS= read")[0]
+        script = f"{head}\nprintf '%s\\0' \"${{{array}[@]}}\""
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+        found[name] = done.stdout.split("\0")[:-1]
+    own = f"/data/runs/tiny:/data/runs/tiny,{PROJECT}:{PROJECT},/home/user/work:/home/user/work"
+    assert found["slurm_pyxis"][-4:] == [
+        "--container-image=nvcr.io#nvidia/pytorch:25.04-py3",
+        f"--container-mounts={own},/data:/data,/scratch/$USER 'x':/tmp/x:ro",
+        "--container-workdir=/home/user/work",
+        "--no-container-mount-home",
+    ]
+    assert found["slurm_apptainer"] == [
+        *("apptainer", "exec", "--bind=/data/runs/tiny:/data/runs/tiny"),
+        *("--bind=/logs of $USER:/logs of $USER", "--bind=/data:/mnt/data", "--pwd=/work"),
+        *("--nv", "/images/it's $HOME.sif"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "python"),
+    [
+        pytest.param({}, "python3", id="the image's"),
+        pytest.param({"python": "/opt/bin/python"}, "/opt/bin/python", id="as the user says"),
+        pytest.param({"conda": "train"}, "python", id="conda's"),
+    ],
+)
+def test_a_containers_python(
+    make_experiment: MakeExperiment, given: dict[str, Any], python: str
+) -> None:
+    slurm = Slurm(container=Container(image="x.sif", runtime="apptainer", workdir="/w"))
+    plan = plan_of(make_experiment(runner=Runner(type="slurm", slurm=slurm, **given)))
+    assert [(host.python, host.workdir) for host in plan.hosts] == [(python, Path("/w"))]
+
+
+def test_a_directory_that_no_container_can_have(make_experiment: MakeExperiment) -> None:
+    runner = Runner(type="slurm", slurm=Slurm(container=Container(image="x")))
+    with pytest.raises(ConfigError, match="/a,b cannot be in a container"):
+        plan_of(make_experiment(exp_dir=Path("/a,b"), runner=runner))
+
+
+def test_ranks_are_as_many_as_gpus(make_experiment: MakeExperiment) -> None:
+    slurm = Slurm(gpus_per_node="h100:4")
+    plan = plan_of(make_experiment(runner=Runner(type="slurm", nnodes=2, slurm=slurm)))
+    assert [host.nproc for host in plan.hosts] == [4, 4]
+    fewer = Runner(type="slurm", nnodes=2, nproc_per_node=2, slurm=slurm)
+    assert plan_of(make_experiment(runner=fewer)).world_size == 4
+
+
+def test_a_component_for_each_type(make_experiment: MakeExperiment) -> None:
+    kinds = {
+        "A800": SlurmType(nodes=2, partition="a", gpus_per_node="8"),
+        "BI": SlurmType(nodes=1, gpus_per_node="4"),
+    }
+    slurm = Slurm(partition="all", by_type=kinds)
+    plan = plan_of(make_experiment(runner=Runner(type="slurm", slurm=slurm)))
+    assert [(h.name, h.device_type, h.nproc) for h in plan.hosts] == [
+        ("node-0", "A800", 8),
+        ("node-1", "A800", 8),
+        ("node-2", "BI", 4),
+    ]
+    assert plan.job is not None
+    *command, _ = plan.job.command
+    first, second = command[2 : command.index(":")], command[command.index(":") + 1 :]
+    assert {"--nodes=2", "--partition=a", "--gpus-per-node=8"} <= set(first)
+    assert {"--nodes=1", "--partition=all", "--gpus-per-node=4"} <= set(second)
+    assert "srun=(--het-group=0,1 --ntasks-per-node=1" in plan.job.script
+
+
+def test_types_that_no_host_has(make_experiment: MakeExperiment, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("h0 slots=1 type=A800\nh1 slots=1 type=BI\n")
+    slurm = Slurm(by_type={"A80": SlurmType(mem="0")})
+    runner = Runner(type="slurm", hostfile=tmp_path / "hosts", slurm=slurm)
+    with pytest.raises(ConfigError, match=r"A80: no host .* did you mean 'A800'"):
+        plan_of(make_experiment(runner=runner))
+
+
+def test_one_node_needs_no_meeting(make_experiment: MakeExperiment) -> None:
+    plan = plan_of(make_experiment(runner=Runner(type="slurm")))
+    assert (plan.master_addr, plan.master_port, plan.liveness_port) == ("127.0.0.1", 0, None)
+    assert plan.job is not None
+    assert "master_addr=127.0.0.1\n" in plan.job.script
+
+
+def test_time_to_save(make_plan: MakePlan) -> None:
+    assert signal_seconds(Runner(stop_grace=59.5)) == 90
+
+
+def test_what_a_job_says(tmp_path: Path) -> None:
+    assert files.started(tmp_path) is None
+    (tmp_path / "nodes").write_text("job=12\nstart=1\nnodes=h[01-02],x\nmaster=a:1\n")
+    assert files.started(tmp_path) == files.Started("12", 1, ("h01", "h02", "x"))
+    (tmp_path / "nodes").write_text("job=12\n")
+    assert files.started(tmp_path) is None
+    (tmp_path / "ended").write_text("start=0\ncode=7\nwhy=\n")
+    assert files.ended(tmp_path) == files.Ended(0, 7, "")
+
+
+def test_secrets_are_files_of_the_users_alone(make_plan: MakePlan, tmp_path: Path) -> None:
+    hosts = (Host("h0", 1), Host("h1", 1))
+    plan = replace(
+        make_plan(hosts=hosts, envs=Environments({"API_TOKEN": "a 'b' $c"})),
+        runner=RunnerHandle("slurm"),
+    )
+    files.write(plan, tmp_path / "job", named=True)
+    assert (tmp_path / "job" / "hosts").read_text() == "h0\nh1\n"
+    path = tmp_path / "job" / "secrets.1"
+    assert path.stat().st_mode & 0o777 == 0o600
+    shown = ["bash", "-c", '. "$1" && printf %s "$API_TOKEN"', "bash", str(path)]
+    assert subprocess.run(shown, capture_output=True, text=True, check=True).stdout == "a 'b' $c"
+    files.forget_secrets(tmp_path / "job")
+    assert not path.exists()

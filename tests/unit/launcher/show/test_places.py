@@ -1,0 +1,57 @@
+"""Where a person finds what a run wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flagscale.config.schema import Train
+from flagscale.launcher.planning.model import LaunchPlan
+from flagscale.launcher.show import places
+from flagscale.launcher.state import state_of
+from flagscale.train.checkpoint.store import CheckpointStore
+
+
+@pytest.mark.parametrize(
+    ("iterations", "cut", "named", "tracker"),
+    [
+        pytest.param((), (), "checkpoints", None, id="none"),
+        pytest.param((1, 2), (), "iter_0000002", None, id="newest"),
+        pytest.param((1, 2), (2,), "iter_0000001", None, id="cut"),
+        pytest.param((1, 2), (1, 2), "checkpoints", None, id="all-cut"),
+        pytest.param((1, 2), (), "iter_0000001", "1", id="gone-back"),
+        pytest.param((1,), (), "iter_0000001", "7", id="tracker-of-nothing"),
+    ],
+)
+def test_the_checkpoint_that_would_be_loaded(
+    tmp_path: Path,
+    make_plan: Callable[..., LaunchPlan],
+    iterations: tuple[int, ...],
+    cut: tuple[int, ...],
+    named: str,
+    tracker: str | None,
+) -> None:
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    store = CheckpointStore(root)
+    for iteration in iterations:
+        (store.begin(iteration) / "a.distcp").write_bytes(b"x" * 100)
+        store.publish(iteration, {})
+    for iteration in cut:
+        (store.path(iteration) / "a.distcp").write_bytes(b"x")
+    if tracker is not None:
+        (root / "latest_checkpointed_iteration.txt").write_text(tracker)
+    plan = make_plan(exp_dir=tmp_path, train=Train(system={"save": str(root)}))
+    found = dict(places.written(plan, state_of(plan)))
+    assert [path.name for label, path in found.items() if "checkpoint" in label] == [named]
+
+
+def test_another_programs_checkpoint_is_named_as_it_is(
+    tmp_path: Path, make_plan: Callable[..., LaunchPlan]
+) -> None:
+    newest = tmp_path / "iter_0000003" / "mp_rank_00"
+    newest.mkdir(parents=True)
+    plan = make_plan(exp_dir=tmp_path, train=Train(system={"save": str(tmp_path)}))
+    assert dict(places.written(plan, state_of(plan)))["checkpoint"] == newest.parent

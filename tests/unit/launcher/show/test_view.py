@@ -1,0 +1,57 @@
+"""How a run looks in a terminal that is too narrow for all there is to tell."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flagscale.launcher.liveness.diagnosis import Failure
+from flagscale.launcher.show import view
+from flagscale.launcher.snapshot import HostRow, Phase, Snapshot
+
+LOG = Path("/scratch/a user/outputs of a long name") / ("x" * 120) / "stderr.log"
+
+
+def _snapshot(*hosts: str) -> Snapshot:
+    rows = tuple(HostRow(host, Phase.RUNNING, 8, 8) for host in hosts)
+    made = Snapshot("20260101-000000-abcdef", "llama", Phase.RUNNING, time.time(), 8, 8)
+    made = replace(made, hosts=rows, step=12345, train_steps=100000, eta_seconds=3661.0)
+    return replace(made, loss=2.5, tokens_per_second=1234567.0)
+
+
+def _shown(snapshot: Snapshot, capsys: pytest.CaptureFixture[str]) -> str:
+    view.show(snapshot)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", ["80", "200"])
+def test_hosts_keep_their_names(
+    width: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    assert "gpu-node-17" in _shown(_snapshot("gpu-node-17"), capsys)
+
+
+def test_all_figures_fit_in_eighty_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = _shown(_snapshot("localhost"), capsys)
+    for figure in ("localhost", "12345/100000", "2.5000", "1,234,567", "1:01:01"):
+        assert figure in text
+
+
+def test_a_column_without_news_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "memory" not in _shown(_snapshot("h"), capsys)
+    assert "memory" in _shown(replace(_snapshot("h"), memory_gib=3.0), capsys)
+
+
+def test_paths_stay_on_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    failure = Failure(host="h", rank=1, exit_code=1, reason="ValueError", traceback="", log=LOG)
+    assert str(LOG) in _shown(replace(_snapshot("h"), failure=failure), capsys)

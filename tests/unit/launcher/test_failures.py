@@ -1,0 +1,407 @@
+from __future__ import annotations
+
+import json
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flagscale.files import plain
+from flagscale.launcher.failures import earlier_failures, first_failure, is_settled
+from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE
+from flagscale.launcher.liveness.diagnosis import (
+    End,
+    Failure,
+    Severity,
+    TableEntry,
+    choose_rank,
+    describe_code,
+    host_report,
+    last_traceback,
+    parse_table,
+)
+from flagscale.launcher.planning.model import RunnerHandle
+from flagscale.launcher.state import HostState, RunState
+from flagscale.status import Event
+
+TABLE = """\
+some output
+E1120 06:50:24.375000 25864 torch/…/api.py:1002] failed (exitcode: 3) local_rank: 1
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+/x y/toy.py FAILED
+------------------------------------------------------------
+Failures:
+[0]:
+  time      : 2026-11-20_06:50:31
+  host      : node
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 25866) (SIGTERM)
+  error_file: <N/A>
+  traceback : Signal 15 (SIGTERM) received by PID 25866
+------------------------------------------------------------
+Root Cause (first observed failure):
+[1]:
+  time      : 2026-11-20_06:50:24
+  host      : node
+  rank      : 1 (local_rank: 1)
+  exitcode  : 3 (pid: 25867)\x20
+  error_file: <N/A>
+  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+============================================================
+"""
+
+KILL, TERM, ABRT = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT
+
+
+def entry(rank: int, code: int, moment: float = 100.0) -> TableEntry:
+    return TableEntry(rank, code, moment)
+
+
+def failed(rank: int, moment: float, message: str = "boom") -> Event:
+    return Event(rank, moment, "failed", {"kind": "RuntimeError", "message": message})
+
+
+def test_table_of_torchrun() -> None:
+    first, second = parse_table(TABLE)
+    assert (first.rank, first.code) == (1, 3)
+    assert (second.rank, second.code) == (0, -15)
+    assert second.time - first.time == 7
+
+
+@pytest.mark.parametrize(
+    ("late", "rank", "severity"),
+    [
+        pytest.param(set(), 1, Severity.FAILED, id="a-cause"),
+        pytest.param({1}, 0, Severity.CONSEQUENCE, id="after-the-order-to-end"),
+        pytest.param({0, 1}, None, Severity.UNNAMED, id="all-after-it"),
+    ],
+)
+def test_a_rank_that_failed_late_is_no_cause(
+    state: RunState, late: set[int], rank: int | None, severity: Severity
+) -> None:
+    """torchrun's table tells no more of it than of a rank that ended first."""
+    host = state.hosts[0]
+    host.output.write_text(TABLE, encoding="utf-8")
+    report = host_report(host, {}, End(1, 200.0, late=late))
+    assert report is not None
+    assert (report.failure.rank, report.severity) == (rank, severity)
+
+
+@pytest.mark.parametrize(
+    ("rank", "reason"),
+    [
+        (1, "ended with exit code 3; it is of stage 1 of 2, mesh 1 (dp2)"),
+        (0, "failed: RuntimeError: bad; it is of stage 0 of 2, mesh 0 (tp2)\nand more"),
+    ],
+    ids=["ended", "raised"],
+)
+def test_a_rank_is_named_with_its_stage(rank: int, reason: str, state: RunState) -> None:
+    host = state.hosts[0]
+    places = ("stage 0 of 2, mesh 0 (tp2)", "stage 1 of 2, mesh 1 (dp2)")
+    rows = {r: [Event(r, 1.0, "joined", {"place": place})] for r, place in enumerate(places)}
+    if rank == 0:
+        rows[0].append(failed(0, 100.0, "bad\nand more"))
+    else:
+        host.output.write_text(TABLE, encoding="utf-8")
+    report = host_report(host, rows, End(3, 200.0))
+    assert report is not None
+    assert report.failure.rank == rank
+    assert report.failure.reason == reason
+
+
+@pytest.mark.parametrize("text", ["", "Failures:\n", "\nFailures:\nnothing\n"])
+def test_no_table(text: str) -> None:
+    assert parse_table(text) == []
+
+
+@pytest.mark.parametrize(
+    ("table", "events", "expected"),
+    [
+        pytest.param([], [], None, id="nothing"),
+        pytest.param([], [failed(1, 5), failed(0, 4)], 0, id="first-exception"),
+        pytest.param([entry(0, TERM), entry(1, 3)], [], 1, id="not-the-terminated"),
+        pytest.param([entry(0, TERM)], [], 0, id="only-terminated"),
+        pytest.param(
+            [entry(0, 1), entry(1, KILL)], [failed(0, 99, "connection reset")], 1, id="killed-rank"
+        ),
+        pytest.param(
+            [entry(0, 1), entry(1, KILL, 130)], [failed(0, 99)], 0, id="killed-after-the-grace"
+        ),
+        pytest.param(
+            [entry(0, ABRT), entry(1, 1)], [failed(1, 99)], 1, id="abort-is-a-consequence"
+        ),
+        pytest.param([entry(2, -signal.SIGSEGV), entry(1, 1)], [failed(1, 99)], 2, id="segfault"),
+        pytest.param([entry(1, 7, 101), entry(0, 5, 100)], [], 1, id="as-sorted"),
+    ],
+)
+def test_which_rank_failed_first(
+    table: list[TableEntry], events: list[Event], expected: int | None
+) -> None:
+    assert choose_rank(table, {event.rank: event for event in events}) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (0, "exit code 0"),
+        (3, "exit code 3"),
+        (-9, "signal 9 (SIGKILL)"),
+        (137, "signal 9 (SIGKILL)"),
+        (200, "exit code 200"),
+    ],
+)
+def test_describe_code(code: int, expected: str) -> None:
+    assert describe_code(code) == expected
+
+
+def test_last_traceback_without_what_follows() -> None:
+    text = (
+        "Traceback (most recent call last):\n  old\nOldError\n"
+        "noise\nTraceback (most recent call last):\n"
+        '  File "a.py", line 1, in <module>\nValueError: x\nmore noise\n'
+    )
+    expected = (
+        'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\nValueError: x'
+    )
+    assert last_traceback(text) == expected
+    assert last_traceback("nothing") == ""
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> RunState:
+    host = HostState(
+        node_rank=0,
+        name="node",
+        nproc=2,
+        first_rank=0,
+        run_dir=tmp_path / "run",
+        script=tmp_path / "s.sh",
+        output=tmp_path / "output",
+        pid_file=tmp_path / "pid",
+    )
+    host.run_dir.mkdir()
+    return RunState("r", "n", tmp_path, time.time(), 2, True, 1.0, RunnerHandle("local"), (host,))
+
+
+def end(state: RunState, **record: Any) -> None:
+    given = {"code": 1, "phase": "job", "signal": None, "ended": 1.0, **record}
+    (state.hosts[0].run_dir / EXIT_FILE).write_text(json.dumps(given), encoding="utf-8")
+
+
+def test_no_keyword_in_a_log_is_a_failure_or_a_success(state: RunState) -> None:
+    state.hosts[0].output.write_text(
+        f"epoch 1 completed successfully\nCUDA out of memory\nFAILED\n{TABLE}", encoding="utf-8"
+    )
+    assert first_failure(state, {}) is None
+    end(state, code=0)
+    assert first_failure(state, {}) is None
+
+
+def test_rank_code_and_traceback_of_a_program_that_reports_nothing(state: RunState) -> None:
+    state.hosts[0].output.write_text(TABLE, encoding="utf-8")
+    log = state.hosts[0].run_dir / "ranks/x/attempt_0/1/stderr.log"
+    log.parent.mkdir(parents=True)
+    log.write_text(
+        "noise\nTraceback (most recent call last):\n  f\nKeyError: 1\n", encoding="utf-8"
+    )
+    end(state)
+    failure = first_failure(state, {})
+    assert failure is not None
+    assert (failure.rank, failure.exit_code, failure.log) == (1, 3, log)
+    assert failure.traceback.endswith("KeyError: 1")
+    assert "node: rank 1 ended with exit code 3" in failure.describe()
+
+
+@pytest.mark.parametrize(
+    ("kills", "expected"),
+    [
+        (2, "the kernel killed 2 process(es) for lack of memory"),
+        (0, "counted no kill"),
+        (None, "often the kernel"),
+    ],
+)
+def test_a_kill_is_explained(state: RunState, kills: int | None, expected: str) -> None:
+    table = TABLE.replace("exitcode  : 3 (pid: 25867) ", "exitcode  : -9 (pid: 25867) (SIGKILL)")
+    state.hosts[0].output.write_text(table, encoding="utf-8")
+    end(state, out_of_memory_kills=kills)
+    events = {0: [failed(0, 1.0, "Connection reset by peer")]}
+    failure = first_failure(state, events)
+    assert failure is not None
+    assert (failure.rank, failure.exit_code) == (1, -9)
+    assert expected in failure.reason
+
+
+RAISED = {"kind": "ValueError", "message": "bad data"}
+
+
+@pytest.mark.parametrize(
+    ("agreed", "code", "said", "expected"),
+    [
+        pytest.param(
+            (None, "stalled: it is behind"), KILL, None, (None, "stalled: it is behind"), id="stall"
+        ),
+        pytest.param(
+            (None, "stalled: it is behind"),
+            1,
+            RAISED,
+            (None, "stalled: it is behind"),
+            id="stall-whose-end-is-an-exception",
+        ),
+        pytest.param(
+            (None, "failed: ValueError: bad data"),
+            3,
+            RAISED,
+            (3, "failed: ValueError: bad data (exit code 3)"),
+            id="exit-code-of-an-exception",
+        ),
+        pytest.param(
+            (None, "failed: ValueError: bad data"),
+            KILL,
+            RAISED,
+            (-9, "failed: ValueError: bad data (signal 9 (SIGKILL))"),
+            id="killed-as-it-raised",
+        ),
+        pytest.param(
+            (None, "failed: KeyError: another"),
+            3,
+            RAISED,
+            (None, "failed: KeyError: another"),
+            id="another-exception",
+        ),
+        pytest.param(
+            (7, "ended with exit code 7"), 3, None, (7, "ended with exit code 7"), id="all"
+        ),
+    ],
+)
+def test_a_verdict_is_completed_and_never_replaced(
+    state: RunState,
+    agreed: tuple[int | None, str],
+    code: int,
+    said: dict[str, Any] | None,
+    expected: tuple[int | None, str],
+) -> None:
+    table = TABLE.replace("exitcode  : 3 (pid: 25867)", f"exitcode  : {code} (pid: 25867)")
+    state.hosts[0].output.write_text(table, encoding="utf-8")
+    verdict = Failure("node", 1, *agreed, "", state.hosts[0].output)
+    end(state, failure=plain(verdict))
+    failure = first_failure(state, {1: [Event(1, 5.0, "failed", said)]} if said else {})
+    assert failure is not None
+    assert (failure.rank, failure.exit_code, failure.reason) == (1, *expected)
+
+
+@pytest.mark.parametrize(
+    ("phase", "expected"),
+    [
+        ("agent", "lost its agent, which ended with signal 9"),
+        ("before_start", "before_start failed with exit code 137"),
+        ("job", "was lost: no word"),
+    ],
+)
+def test_what_became_of_the_agent_of_a_lost_host(
+    state: RunState, phase: str, expected: str
+) -> None:
+    first = state.hosts[0]
+    second = replace(
+        first, node_rank=1, name="other", first_rank=2, run_dir=first.run_dir / "other"
+    )
+    second.run_dir.mkdir()
+    hosts = replace(state, hosts=(first, second))
+    lost = Failure("other", None, None, "was lost: no word from its agent", "", first.output)
+    record = {"code": 137, "phase": phase, "signal": None, "ended": 2.0}
+    (second.run_dir / EXIT_FILE).write_text(json.dumps(record), encoding="utf-8")
+    live = {"phase": "ending", "failure": plain(lost)}
+    (first.run_dir / LIVENESS_FILE).write_text(json.dumps(live), encoding="utf-8")
+    failure = first_failure(hosts, {})
+    assert failure is not None
+    assert (failure.host, failure.rank) == ("other", None)
+    assert failure.reason.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        pytest.param(None, False, id="nothing-said"),
+        pytest.param({"phase": "running"}, False, id="not-heard-of"),
+        pytest.param({"phase": "running", "state": "running"}, False, id="left-and-running"),
+        pytest.param({"phase": "running", "state": "ending"}, False, id="left-and-ending"),
+        pytest.param({"phase": "running", "state": "failed"}, True, id="left-and-ended"),
+        pytest.param({"phase": "running", "state": "lost"}, True, id="left-and-lost"),
+        pytest.param({"phase": "ending", "state": "failed"}, False, id="others-are-ending"),
+        pytest.param({"phase": "waiting", "state": "failed"}, True, id="to-be-restarted"),
+        pytest.param({"phase": "stopping", "state": "ending"}, True, id="stopped"),
+        pytest.param({"phase": "over", "state": "failed"}, True, id="over"),
+    ],
+)
+def test_when_the_agents_have_agreed(
+    state: RunState, job: dict[str, str] | None, expected: bool
+) -> None:
+    if job is not None:
+        failure = plain(Failure("node", 1, None, "boom", "", state.hosts[0].output))
+        record = {"phase": job["phase"], "failure": failure if "state" in job else None}
+        record["hosts"] = {"0": job.get("state", "running")}
+        (state.hosts[0].run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
+    assert is_settled(state.hosts) is expected
+    end(state)
+    assert is_settled(state.hosts)
+
+
+def test_what_earlier_attempts_failed_by(state: RunState) -> None:
+    assert earlier_failures(()) == earlier_failures(state.hosts) == ()
+    failure = Failure("node", 1, 3, "boom", "", state.hosts[0].output)
+    restarts = [{"attempt": n, "failure": f} for n, f in enumerate((plain(failure), None))]
+    record = {"phase": "running", "attempt": 3, "failure": None, "restarts": restarts}
+    (state.hosts[0].run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
+    assert earlier_failures(state.hosts) == ((1, failure),)
+
+
+def test_a_message_with_what_is_no_character_can_be_shown(state: RunState) -> None:
+    """As of a file whose name is no UTF-8."""
+    said = Event(
+        1, 5.0, "failed", {"kind": "OSError", "message": "no \udcff", "traceback": "\udcfe"}
+    )
+    failure = first_failure(state, {1: [said]})
+    assert failure is not None
+    failure.describe().encode()
+    assert "no \\udcff" in failure.reason
+    assert failure.traceback == "\\udcfe"
+
+
+def test_before_start(state: RunState) -> None:
+    state.hosts[0].output.write_text("no such module\n", encoding="utf-8")
+    end(state, code=7, phase="before_start")
+    failure = first_failure(state, {})
+    assert failure is not None
+    assert failure.rank is None
+    assert "before_start failed with exit code 7" in failure.reason
+    assert "no such module" in failure.traceback
+
+
+def test_torchrun_itself(state: RunState) -> None:
+    state.hosts[0].output.write_text("torchrun: error: unrecognized\n", encoding="utf-8")
+    end(state, code=2)
+    failure = first_failure(state, {})
+    assert failure is not None
+    assert failure.reason.startswith("torchrun ended with exit code 2")
+
+
+def test_a_stopped_run_has_not_failed(state: RunState) -> None:
+    end(state, code=143, signal=15)
+    assert first_failure(state, {}) is None
+
+
+def test_what_explains_itself_shows_no_traceback_and_keeps_its_hint_apart(state: RunState) -> None:
+    said = {"kind": "DataError", "message": "too many words\n  hint: use fewer", "traceback": "T"}
+    state.hosts[0].output.write_text(TABLE, encoding="utf-8")
+    end(state)
+    failure = first_failure(state, {1: [Event(1, 5.0, "failed", {**said, "explained": True})]})
+    assert failure is not None
+    assert failure.headline() == "node: rank 1 failed: DataError: too many words (exit code 3)"
+    assert failure.describe().splitlines()[1] == "  hint: use fewer"
+    assert failure.traceback == ""
+    unexplained = first_failure(state, {1: [Event(1, 5.0, "failed", said)]})
+    assert unexplained is not None
+    assert unexplained.traceback == "T"

@@ -1,0 +1,44 @@
+"""What starts the ranks of a command: which streams it shows, and the table of those that fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from flagscale.launcher.liveness.diagnosis import TableEntry, parse_table
+from flagscale.launcher.rank_processes import Rank, streams_of, table
+
+BOTH = ("stdout", "stderr")
+
+
+@pytest.mark.parametrize(
+    ("text", "streams"),
+    [
+        pytest.param("0", [(), ()], id="none"),
+        pytest.param("3", [BOTH, BOTH], id="both"),
+        pytest.param("1", [("stdout",), ("stdout",)], id="stdout"),
+        pytest.param("0:3,1:2", [BOTH, ("stderr",)], id="by rank"),
+        pytest.param("1:1", [(), ("stdout",)], id="of one"),
+    ],
+)
+def test_the_streams_of_each_rank(text: str, streams: list[tuple[str, ...]]) -> None:
+    assert [streams_of(text, local) for local in (0, 1)] == streams
+
+
+@pytest.mark.parametrize("text", ["4", "", "all", "3,1", "0:9", "a:1"])
+def test_what_names_no_streams(text: str) -> None:
+    with pytest.raises(ValueError, match=r".*"):
+        streams_of(text, 0)
+
+
+def test_the_table_is_read_as_torchruns_is() -> None:
+    made = []
+    for number, code, ended in ((9, -9, 1700000000.5), (8, 3, 1700000000.25)):
+        rank = Rank(number, number - 8, {})
+        rank.code, rank.ended = code, ended
+        made.append(rank)
+    text = f"output\n{table(made, 'h 0')}"
+    # By time, to the millisecond: what failed first is told by it.
+    assert parse_table(text) == [
+        TableEntry(8, 3, 1700000000.25),
+        TableEntry(9, -9, 1700000000.5),
+    ]

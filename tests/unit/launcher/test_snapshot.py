@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.launch_lab import until
+
+from flagscale.files import plain
+from flagscale.hosts import processes
+from flagscale.launcher import snapshot as snapshots
+from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE, STATUS_DIRECTORY
+from flagscale.launcher.liveness.diagnosis import Failure
+from flagscale.launcher.planning.model import RunnerHandle
+from flagscale.launcher.runners.hosts import HostRunner
+from flagscale.launcher.runners.programs.look import ProbeResult
+from flagscale.launcher.show import view
+from flagscale.launcher.snapshot import HostRow, Phase, Snapshot
+from flagscale.launcher.state import HostState, RunState
+from flagscale.status import RUN_ID_VARIABLE, StatusWriter
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> RunState:
+    """A run whose script is this very process, so that it is alive."""
+    own = processes.identify(os.getpid())
+    assert own is not None
+    host = HostState(
+        node_rank=0,
+        name="node",
+        nproc=2,
+        first_rank=0,
+        run_dir=tmp_path / "run",
+        script=tmp_path / "s.sh",
+        output=tmp_path / "output",
+        pid_file=tmp_path / "pid",
+        pid=own.pid,
+        start_ticks=own.start_ticks,
+        boot_id=processes.boot_id(),
+    )
+    host.run_dir.mkdir()
+    runner = RunnerHandle("local")
+    return RunState("r-none", "n", tmp_path, time.time(), 2, False, 1.0, runner, (host,))
+
+
+def take(state: RunState) -> Snapshot:
+    """The run now, as this machine sees it."""
+    return HostRunner().query(state)
+
+
+def dead(state: RunState) -> RunState:
+    return replace(state, hosts=(replace(state.hosts[0], pid=None),))
+
+
+def report(state: RunState, rank: int, event: str, **fields: Any) -> None:
+    StatusWriter(state.hosts[0].run_dir / STATUS_DIRECTORY, rank).write(event, **fields)
+
+
+def end(state: RunState, **record: Any) -> None:
+    given = {"code": 0, "phase": "job", "signal": None, "ended": 5.0, **record}
+    (state.hosts[0].run_dir / EXIT_FILE).write_text(json.dumps(given), encoding="utf-8")
+
+
+def test_starting_until_every_rank_has_joined(state: RunState) -> None:
+    report(state, 0, "joined", backend="gloo")
+    assert take(state).phase is Phase.STARTING
+    assert take(state).joined == 1
+    report(state, 1, "joined", backend="gloo")
+    assert take(state).phase is Phase.RUNNING
+
+
+def test_a_program_that_reports_nothing_runs_while_it_lives(state: RunState) -> None:
+    assert take(replace(state, external=True)).phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize(
+    ("exit_record", "stop_requested", "expected"),
+    [
+        pytest.param({"code": 0}, None, Phase.COMPLETED, id="completed"),
+        pytest.param({"code": 3}, None, Phase.FAILED, id="failed"),
+        pytest.param({"code": 143, "signal": 15}, None, Phase.STOPPED, id="stopped"),
+        pytest.param({"code": 137, "phase": "agent"}, None, Phase.FAILED, id="agent-killed"),
+        pytest.param({"code": 137, "phase": "agent"}, 4.0, Phase.STOPPED, id="stopped-hard"),
+        pytest.param({"code": 7, "phase": "before_start"}, None, Phase.FAILED, id="before-start"),
+        pytest.param({"code": 0}, 6.0, Phase.COMPLETED, id="stopped-after-the-end"),
+        pytest.param(None, None, Phase.LOST, id="lost"),
+        pytest.param(None, 4.0, Phase.STOPPED, id="killed-by-stop"),
+    ],
+)
+def test_ends(
+    state: RunState,
+    exit_record: dict[str, Any] | None,
+    stop_requested: float | None,
+    expected: Phase,
+) -> None:
+    if exit_record is not None:
+        end(state, **exit_record)
+    assert take(replace(dead(state), stop_requested=stop_requested)).phase is expected
+
+
+def test_a_host_that_a_scheduler_has_not_given_again_is_pending(state: RunState) -> None:
+    """Though its last start has written down how it ended."""
+    end(state, code=0, signal=15)
+    seen = dict.fromkeys(range(len(state.hosts)), snapshots.Seen(waits="job 7 is pending"))
+    now = snapshots.take(state, seen)
+    assert (now.phase, now.phase.ended) == (Phase.PENDING, False)
+    assert now.to_json()["hosts"][0]["waits"] == "job 7 is pending"
+
+
+def test_another_boot_is_a_lost_run(state: RunState) -> None:
+    host = replace(state.hosts[0], boot_id="another")
+    assert take(replace(state, hosts=(host,))).phase is Phase.LOST
+
+
+def test_progress_and_time_left(state: RunState) -> None:
+    for rank in (0, 1):
+        report(state, rank, "joined")
+    path = state.hosts[0].run_dir / STATUS_DIRECTORY / "rank_1.jsonl"
+    with path.open("a", encoding="utf-8") as file:
+        for step in range(10, 60, 10):
+            record = {"time": 1000.0 + step, "event": "progress", "step": step, "train_steps": 100}
+            file.write(json.dumps({**record, "loss": 10 / step, "tokens_per_second": 512}) + "\n")
+    snapshot = take(state)
+    assert (snapshot.step, snapshot.train_steps, snapshot.loss) == (50, 100, 0.2)
+    assert snapshot.eta_seconds == 50
+    record = snapshot.to_json()
+    assert record["state"] == "running"
+    assert json.loads(json.dumps(record))["hosts"] == [
+        {"host": "node", "state": "running", "ranks": 2, "joined": 2}
+    ]
+
+
+def test_warnings_are_told_once(state: RunState) -> None:
+    report(state, 0, "warning", message="loss spike")
+    report(state, 1, "warning", message="loss spike")
+    assert take(state).warnings == ("loss spike",)
+
+
+RESET = "node: rank 1 failed: RuntimeError: Connection reset by peer"
+UNSETTLED = f"{RESET}; the hosts are still finding out what failed first"
+
+
+def fails(state: RunState, phase: str) -> None:
+    """A rank that lost a peer, and what the coordinator makes of it."""
+    for rank in (0, 1):
+        report(state, rank, "joined")
+    report(state, 1, "failed", kind="RuntimeError", message="Connection reset by peer")
+    host = state.hosts[0]
+    rank, code = (0, -9) if phase == "over" else (1, None)
+    reason = "ended with signal 9" if code else RESET.partition("rank 1 ")[2]
+    verdict = plain(Failure(host.name, rank, code, reason, "", host.output))
+    record = {"phase": phase, "failure": None if phase == "running" else verdict}
+    (host.run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("phase", "alive", "rank"),
+    [
+        pytest.param("running", None, None, id="the-agents-have-not-heard-of-it"),
+        pytest.param("ending", None, None, id="the-agents-have-not-agreed"),
+        pytest.param("over", None, 0, id="they-have"),
+        pytest.param("ending", "script", None, id="not-agreed-on-another-machine"),
+        pytest.param("ending", "orphans", 1, id="nobody-there-will-agree"),
+    ],
+)
+def test_a_victim_is_not_told_as_the_first_failure(
+    state: RunState, phase: str, alive: str | None, rank: int | None
+) -> None:
+    fails(state, phase)
+    seen = {} if alive is None else {0: ProbeResult(alive=alive)}
+    snapshot = snapshots.take(state, seen) if seen else take(state)
+    record = json.loads(json.dumps(snapshot.to_json()))
+    assert record["state"] == "running"
+    assert (record["failure"] or {}).get("rank") == rank
+    assert record["warnings"] == ([UNSETTLED] if rank is None else [])
+    end(state, code=1, failure=record["failure"])
+    ended = take(state)
+    assert (ended.phase, ended.warnings) == (Phase.FAILED, ())
+    assert ended.failure is not None
+
+
+def test_what_a_rank_said_is_told_where_nobody_is_left_to_agree(state: RunState) -> None:
+    """Agent and script were killed, and a rank lives on."""
+    fails(state, "ending")
+    of_the_run = {**os.environ, RUN_ID_VARIABLE: state.run_id}
+    with subprocess.Popen(["sleep", "60"], env=of_the_run) as rank:
+        # A process that has just become another program shows no environment for a moment.
+        until(lambda: processes.members(state.run_id))
+        snapshot = take(dead(state))
+        rank.kill()
+    assert (snapshot.phase, snapshot.warnings) == (Phase.RUNNING, ())
+    assert snapshot.failure is not None
+    assert snapshot.failure.headline() == RESET
+
+
+def test_why_earlier_attempts_failed_is_shown(
+    state: RunState, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failure = Failure("node", 1, 3, "failed: ValueError: bad data\nmore", "", Path("/x/e.log"))
+    restarts = [{"attempt": 0, "failure": plain(failure)}]
+    record = {"phase": "running", "attempt": 2, "attempts": 3, "restarts": restarts}
+    (state.hosts[0].run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
+    snapshot = take(state)
+    assert (snapshot.attempt, snapshot.earlier) == (2, ((1, failure),))
+    told = json.loads(json.dumps(snapshot.to_json()))["earlier"]
+    assert told == [{"attempt": 1, **plain(failure)}]
+    view.show(snapshot)
+    shown = capsys.readouterr().out.splitlines()[-1]
+    assert shown == "attempt 1 failed: node: rank 1 failed: ValueError: bad data"
+
+
+def test_tables_show_names_as_they_are() -> None:
+    """A name with square brackets is no markup."""
+    snapshot = Snapshot("r", "[red]n[/red]", Phase.RUNNING, time.time(), 2, 2)
+    snapshot = replace(snapshot, hosts=(HostRow("h", Phase.RUNNING, 2, 2),), warnings=("[bold]x",))
+    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
+    console.print(view.run_table(snapshot))
+    text = console.export_text()
+    assert "[red]n[/red]" in text
+    assert "[bold]x" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(0, "0:00"), (61, "1:01"), (3661, "1:01:01"), (90061, "1d 01:01:01")]
+)
+def test_duration(seconds: float, expected: str) -> None:
+    assert view.duration(seconds) == expected
+
+
+def test_figures_that_are_none(state: RunState, capsys: pytest.CaptureFixture[str]) -> None:
+    """NaN is no JSON, and a program may write anything."""
+    writer = StatusWriter(state.hosts[0].run_dir / STATUS_DIRECTORY, 0)
+    writer.write("started")
+    writer.write("progress", step=3, loss=float("nan"), tokens_per_second="fast")
+    view.watch(lambda: take(state), follow=False, as_json=True, every=1)
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (told["step"], told["loss"], told["tokens_per_second"]) == (3, None, None)
+    view.watch(lambda: take(state), follow=False, as_json=False, every=1)
+    assert " nan" in capsys.readouterr().out
