@@ -15,7 +15,7 @@ from flagscale.errors import ConfigError, Problem
 from flagscale.hosts.hostfile import Host, choose_hosts, is_loopback, read_hostfile
 from flagscale.hosts.names import compress
 from flagscale.launcher.liveness import secret
-from flagscale.launcher.planning.assignment import machines, slots
+from flagscale.launcher.planning.assignment import describe_machines, assign_ranks
 from flagscale.launcher.planning.backends import backend_problems
 from flagscale.launcher.planning.device_binding import chip_problems
 from flagscale.launcher.planning.environment import shell_notes
@@ -54,7 +54,7 @@ def unprobed_plan(
     asked_port = wanted_port(experiment.runner)
     made = plan(
         experiment,
-        slots(experiment, hosts, machines(experiment, hosts, {}, here=here)),
+        assign_ranks(experiment, hosts, describe_machines(experiment, hosts, {}, here=here)),
         run_id=new_run_id(),
         master_port=asked_port or _DRY_PORT,
         runner=runner,

@@ -14,7 +14,7 @@ from flagscale.config.schema import Commands, Environments, Experiment, Runner, 
 from flagscale.files import read_json, write_atomic
 from flagscale.hosts import processes
 from flagscale.hosts.hostfile import Host
-from flagscale.launcher.planning.assignment import slots
+from flagscale.launcher.planning.assignment import assign_ranks
 from flagscale.launcher.planning.model import LaunchPlan, Machine, RunnerHandle
 from flagscale.launcher.planning.plan import plan
 from flagscale.launcher.planning.script import render
@@ -55,7 +55,7 @@ class Bench:
         machine = Machine(sys.executable, PROJECT, self.root, 2, {})
         made = plan(
             experiment,
-            slots(experiment, [Host("localhost")], [machine]),
+            assign_ranks(experiment, [Host("localhost")], [machine]),
             run_id=new_run_id(),
             master_port=1,
             runner=RunnerHandle("local"),

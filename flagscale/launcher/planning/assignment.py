@@ -1,5 +1,7 @@
-"""From hosts to slots: what each host is like, as far as that is known, and which ranks it takes.
-Devices are counted without torch. Pure but for :func:`this_machine`."""
+"""Host assignments of a run: the facts known about each host and the ranks that run there.
+
+Devices are counted without torch. Everything but :func:`this_machine` is pure.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from flagscale.config.interpolation import parts, references
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.hosts import probe
 from flagscale.hosts.hostfile import Host, least
-from flagscale.launcher.planning.model import Machine, Slot
+from flagscale.launcher.planning.model import Machine, HostAssignment
 from flagscale.launcher.planning.per_host import Settings, all_settings
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ def this_machine() -> Machine:
     )
 
 
-def machines(
+def describe_machines(
     experiment: Experiment, hosts: Sequence[Host], facts: Mapping[int, Facts], *, here: bool
 ) -> list[Machine]:
     """The hosts as machines; ``here``: the only one is this machine. Nothing of this machine's
@@ -63,15 +65,15 @@ def machines(
     ]
 
 
-def slots(
+def assign_ranks(
     experiment: Experiment,
     hosts: Sequence[Host],
     machines: Sequence[Machine],
     settings: Sequence[Settings] | None = None,
-) -> tuple[Slot, ...]:
+) -> tuple[HostAssignment, ...]:
     """The hosts' places in a plan, numbered in their order, as their ranks are. ``machines`` are
     what the hosts are like; ``settings``, where they are worked out already, are theirs."""
-    made: list[Slot] = []
+    made: list[HostAssignment] = []
     first = 0
     on: dict[tuple[int, int], Machine] = {}
     settings = all_settings(experiment, hosts) if settings is None else settings
@@ -84,7 +86,7 @@ def slots(
             on[key] = replace(bare, python=python, project=own.build_dir or bare.project)
         machine = on[key]
         nproc = ranks_of(experiment, host, machine, wanted)
-        made.append(Slot(len(made), nproc, first, host, machine, own))
+        made.append(HostAssignment(len(made), nproc, first, host, machine, own))
         first += nproc
     return tuple(made)
 

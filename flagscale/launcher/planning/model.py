@@ -39,7 +39,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Slot(HasRanks):
+class HostAssignment(HasRanks):
     """A host's position in the plan, with all that is known of it. ``machine`` is what the host is
     like once ``settings``, what the experiment says of it, hold there."""
 

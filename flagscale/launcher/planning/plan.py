@@ -22,7 +22,7 @@ from flagscale.hosts.names import ranges
 from flagscale.launcher.layout import RANKS_DIRECTORY, STATUS_DIRECTORY, Layout
 from flagscale.launcher.planning import supervision
 from flagscale.launcher.planning.environment import build_environment
-from flagscale.launcher.planning.model import HostPlan, LaunchPlan, RunnerHandle, Slot
+from flagscale.launcher.planning.model import HostPlan, LaunchPlan, RunnerHandle, HostAssignment
 from flagscale.launcher.planning.per_host import rebased
 from flagscale.launcher.planning.supervision import Meeting
 from flagscale.modules import started
@@ -30,7 +30,7 @@ from flagscale.modules import started
 
 def plan(
     experiment: Experiment,
-    slots: Sequence[Slot],
+    slots: Sequence[HostAssignment],
     *,
     run_id: str,
     master_port: int,
@@ -131,12 +131,12 @@ class _Job:
 
     experiment: Experiment
     run_id: str
-    slots: tuple[Slot, ...]
+    slots: tuple[HostAssignment, ...]
     master: tuple[str, int]
     meeting: Meeting | None
     _programs: dict[tuple[int, Path], tuple[str, ...]] = field(default_factory=dict)
 
-    def host(self, slot: Slot) -> HostPlan:
+    def host(self, slot: HostAssignment) -> HostPlan:
         """What one of them runs."""
         host, machine, own = slot.host, slot.machine, slot.settings
         runner = self.experiment.runner
@@ -179,7 +179,7 @@ class _Job:
             unprobed=machine.cpus is None,
         )
 
-    def _program(self, slot: Slot, layout: Layout) -> tuple[str, ...]:
+    def _program(self, slot: HostAssignment, layout: Layout) -> tuple[str, ...]:
         """The same for all hosts that share their settings, and so worked out once for them."""
         if self.experiment.task.is_command:
             return _command(self.experiment, slot)
@@ -190,7 +190,7 @@ class _Job:
             self._programs[key] = program_arguments(self.experiment, layout, sections, project)
         return self._programs[key]
 
-    def _starter(self, slot: Slot, run_dir: Path) -> tuple[str, ...]:
+    def _starter(self, slot: HostAssignment, run_dir: Path) -> tuple[str, ...]:
         """What starts the ranks, and its options: launcher-only keys of the runner never reach
         it."""
         runner, machine = self.experiment.runner, slot.machine
@@ -224,7 +224,7 @@ def _options(options: Mapping[str, str | None]) -> Iterator[str]:
             yield value
 
 
-def _command(experiment: Experiment, slot: Slot) -> tuple[str, ...]:
+def _command(experiment: Experiment, slot: HostAssignment) -> tuple[str, ...]:
     """The words of ``experiment.task.command`` on a host, whose Python runs what is Python's."""
     task, machine = experiment.task, slot.machine
     first, *rest = task.command

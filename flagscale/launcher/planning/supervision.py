@@ -14,7 +14,7 @@ from flagscale.config.schema import Runner
 from flagscale.launcher.liveness import secret
 from flagscale.launcher.liveness.options import COMMAND, WEBHOOK, AgentOptions, runs
 from flagscale.launcher.planning.environment import EnvValue
-from flagscale.launcher.planning.model import Slot
+from flagscale.launcher.planning.model import HostAssignment
 
 AGENT_SECRETS = (secret.VARIABLE, WEBHOOK)
 """Variables that the script passes to the agent and to nobody else."""
@@ -46,7 +46,7 @@ def liveness_port(runner: Runner, master_port: int) -> int:
 
 
 def agent_options(
-    runner: Runner, run_name: str, slot: Slot, run_dir: Path, meeting: Meeting | None
+    runner: Runner, run_name: str, slot: HostAssignment, run_dir: Path, meeting: Meeting | None
 ) -> AgentOptions:
     """What a host's agent is told. Without a meeting it is alone."""
     told = {name: getattr(runner, name) for name in _OF_RUNNER}
@@ -74,7 +74,7 @@ def _of_others(meeting: Meeting, node_rank: int) -> dict[str, object]:
     return {"master_name": meeting.first, "master_place": "".join(meeting.places[:1])}
 
 
-def agent_environment(runner: Runner, slot: Slot, meeting: Meeting | None) -> Iterator[EnvValue]:
+def agent_environment(runner: Runner, slot: HostAssignment, meeting: Meeting | None) -> Iterator[EnvValue]:
     """What a host's script gives to its agent."""
     if meeting is not None and meeting.secret is not None:
         yield EnvValue(secret.VARIABLE, meeting.secret, "run", secret=True)

@@ -22,7 +22,7 @@ from flagscale.hosts.fan_out import Hosts
 from flagscale.hosts.hostfile import Host
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.liveness import secret
-from flagscale.launcher.planning.assignment import machines, slots
+from flagscale.launcher.planning.assignment import describe_machines, assign_ranks
 from flagscale.launcher.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launcher.planning.per_host import Settings, all_settings, rebased
 from flagscale.launcher.planning.plan import master_address, plan, wanted_port
@@ -172,10 +172,10 @@ def plan_of(experiment: Experiment, found: Survey, run_id: str, runner: RunnerHa
     """The plan that follows from the answers."""
     master = found.facts.get(0)
     port = master.port if master is not None else None
-    known = machines(experiment, found.hosts, found.facts, here=found.here)
+    known = describe_machines(experiment, found.hosts, found.facts, here=found.here)
     return plan(
         experiment,
-        slots(experiment, found.hosts, known, found.settings),
+        assign_ranks(experiment, found.hosts, known, found.settings),
         run_id=run_id,
         master_port=port or wanted_port(experiment.runner) or 0,
         runner=runner,

@@ -10,7 +10,7 @@ import pytest
 
 from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
 from flagscale.hosts.hostfile import Host
-from flagscale.launcher.planning.assignment import slots
+from flagscale.launcher.planning.assignment import assign_ranks
 from flagscale.launcher.planning.model import LaunchPlan, Machine, RunnerHandle
 from flagscale.launcher.planning.plan import plan
 
@@ -54,7 +54,7 @@ def make_plan(make_experiment: Callable[..., Experiment], machine: Machine) -> M
         experiment = make_experiment(**changes)
         return plan(
             experiment,
-            slots(experiment, hosts, [on] * len(hosts)),
+            assign_ranks(experiment, hosts, [on] * len(hosts)),
             run_id="20250102-030405-abcdef",
             master_port=29500,
             runner=RunnerHandle("local"),

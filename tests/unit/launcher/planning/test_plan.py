@@ -22,7 +22,7 @@ from flagscale.errors import ConfigError
 from flagscale.files import json_text
 from flagscale.hosts.hostfile import Host
 from flagscale.launcher.liveness.options import Policy
-from flagscale.launcher.planning.assignment import machines, slots
+from flagscale.launcher.planning.assignment import describe_machines, assign_ranks
 from flagscale.launcher.planning.model import HostPlan, LaunchPlan, Machine, RunnerHandle
 from flagscale.launcher.planning.plan import plan
 
@@ -149,7 +149,7 @@ def test_slots_number_hosts_and_ranks_and_hosts_alike_share_what_is_worked_out(
     own = Specific(python="/own/bin/python", arguments={"a": 1})
     experiment = make_experiment(by_host={"c": own}, by_type={"T": Specific(build_dir=Path("/b"))})
     hosts = [Host("a", 1), Host("b", 2), Host("c", 1), Host("d", 2, "T")]
-    a, b, c, d = slots(experiment, hosts, [machine] * 4)
+    a, b, c, d = assign_ranks(experiment, hosts, [machine] * 4)
     assert [(s.node_rank, s.first_rank, s.nproc) for s in (a, b, c, d)] == [
         (0, 0, 1),
         (1, 1, 2),
@@ -178,7 +178,7 @@ def test_the_working_directory_of_another_host(
 ) -> None:
     runner = Runner(no_shared_fs=no_shared_fs, build_dir=build_dir)
     experiment, hosts = make_experiment(runner=runner), [Host("a", 1), Host("b", 1)]
-    every = slots(experiment, hosts, machines(experiment, hosts, {}, here=False))
+    every = assign_ranks(experiment, hosts, describe_machines(experiment, hosts, {}, here=False))
     made = plan(experiment, every, run_id="r", master_port=1, runner=RunnerHandle("ssh"))
     assert [host.workdir for host in made.hosts] == [expected] * 2
 
@@ -188,7 +188,7 @@ def test_planning_draws_no_secret(
 ) -> None:
     """The same slots make the same plan; without a secret no agent believes to have peers."""
     experiment, hosts = make_experiment(), [Host("a", 1), Host("b", 1)]
-    every = slots(experiment, hosts, [machine] * 2)
+    every = assign_ranks(experiment, hosts, [machine] * 2)
     given: dict[str, Any] = {"run_id": "r", "master_port": 1, "runner": RunnerHandle("x", {"y": 1})}
     assert plan(experiment, every, **given) == plan(experiment, every, **given)
     assert "FLAGSCALE_RUN_SECRET" not in values(plan(experiment, every, **given).hosts[0])
