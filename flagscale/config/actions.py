@@ -1,8 +1,8 @@
-"""What can be done with an experiment: a row an action.
+"""Table of actions: one row for each thing that can be done with an experiment.
 
-Command lines, their help, ``action`` of the YAML, what is checked for it and what is called come
-from this table alone. It is data: the functions are named, not imported, so that those who only
-check a configuration load none of them.
+Command lines, their help, the values of ``action``, the checks and the function that is called come
+from this table alone. Functions are named in the form of an entry point and imported when they are
+called, so that checking a configuration loads none of them.
 """
 
 from __future__ import annotations
@@ -11,25 +11,26 @@ from importlib import import_module
 from typing import Literal, NamedTuple
 
 Purpose = Literal["launch", "plan", "find"]
-"""What an experiment is loaded for: to start it (everything must be right), to plan it (data and
-tokenizer may be elsewhere), or to find a run of it (only ``experiment`` must be right)."""
+"""Reason for loading an experiment: to launch it (everything must be right), to plan it (data and
+tokenizer may be on other machines), or to find a run of it (only ``experiment`` must be right, and
+the arguments of training are not read)."""
 
 
 class Option(NamedTuple):
-    """An option of the launcher; its type and default are those of the field of ``Options``."""
+    """Option of the launcher. Its type and default are those of the field of ``Options``."""
 
     help: str
     example: str
-    """As an override."""
+    """Example, as an override."""
     letter: str = ""
-    """The short flag of the ``flagscale`` command."""
+    """Short flag of the ``flagscale`` command."""
 
 
 OPTIONS = {
-    "follow": Option("keep on until the run ends", "follow=true", "-f"),
+    "follow": Option("keep printing until the run ends", "follow=true", "-f"),
     "rank": Option("only this rank's lines", "rank=0"),
-    "lines": Option("only the last so many lines of each host", "lines=50", "-n"),
-    "host": Option("the script of this host alone, not one for all alike", "host=node07"),
+    "lines": Option("only this many last lines of each host", "lines=50", "-n"),
+    "host": Option("only the script of this host", "host=node07"),
     "json": Option("print JSON, for programs", "json=true"),
 }
 
@@ -38,21 +39,18 @@ class Action(NamedTuple):
     """One action.
 
     ``function`` is ``module:name``; it is called with the experiment and the options, and returns
-    the exit code. Without a ``purpose`` an action needs no experiment: only the ``flagscale``
+    the exit code. An action without a ``purpose`` needs no experiment: only the ``flagscale``
     command has it, and its function gets the options alone.
     """
 
     name: str
     help: str
-    """One line."""
+    """Description of one line."""
     purpose: Purpose | None
     function: str
     options: tuple[str, ...] = ()
-    """Names of ``OPTIONS``."""
+    """Names of the accepted ``OPTIONS``."""
 
-
-_LAUNCH = "flagscale.launcher.actions"
-_PREVIEW = "flagscale.launcher.preview"
 
 ACTIONS = {
     action.name: action
@@ -61,72 +59,77 @@ ACTIONS = {
             "run",
             "start in the background; return when every rank is ready",
             "launch",
-            f"{_LAUNCH}:run",
+            "flagscale.launcher.actions:run_experiment",
         ),
         Action(
             "dryrun",
             "print the plan and the scripts; start nothing",
             "plan",
-            f"{_PREVIEW}:dryrun",
+            "flagscale.launcher.preview:print_dry_run",
             ("host", "json"),
         ),
         Action(
             "test",
             "run in the foreground, show every line, exit with the job's code",
             "launch",
-            f"{_LAUNCH}:run",
+            "flagscale.launcher.actions:run_experiment",
         ),
         Action(
             "check",
-            "look for what would keep a run from starting",
+            "find problems that would keep a run from starting",
             "plan",
-            f"{_PREVIEW}:check",
+            "flagscale.launcher.preview:print_checks",
             ("json",),
         ),
         Action(
             "estimate",
-            "tell memory and time of a step by calculation, without devices",
+            "calculate memory and time of a step, without devices",
             "plan",
-            f"{_PREVIEW}:estimate",
+            "flagscale.launcher.preview:print_estimate",
             ("json",),
         ),
         Action(
             "query",
-            "tell state, step, loss, speed and the first failure",
+            "show state, step, loss, speed and the first failure",
             "find",
-            f"{_LAUNCH}:attend",
+            "flagscale.launcher.actions:run_on_existing",
             ("follow", "json"),
         ),
         Action(
             "logs",
             "show the output, host:rank in front of every line",
             "find",
-            f"{_LAUNCH}:attend",
+            "flagscale.launcher.actions:run_on_existing",
             ("follow", "rank", "lines"),
         ),
-        Action("stop", "end this run, and nothing else", "find", f"{_LAUNCH}:attend"),
+        Action(
+            "stop",
+            "end this run, and nothing else",
+            "find",
+            "flagscale.launcher.actions:run_on_existing",
+        ),
     )
 }
 
 
-def call(function: str, *arguments: object) -> int:
-    """Call ``module:name``; its exit code."""
+def call_function(function: str, *arguments: object) -> int:
+    """Import and call ``module:name``, and return its exit code."""
     module, _, name = function.partition(":")
     code: int = getattr(import_module(module), name)(*arguments)
     return code
 
 
 def names() -> tuple[str, ...]:
-    """What a YAML's ``action`` may be."""
+    """Return the values that ``action`` of a YAML can have."""
     return tuple(action.name for action in ACTIONS.values() if action.purpose is not None)
 
 
 def actions_doc() -> str:
-    """Every action of a YAML and what it does, in one sentence."""
+    """Return a sentence that describes every action of a YAML."""
     return "; ".join(f"`{name}`: {ACTIONS[name].help.replace(';', ',')}" for name in names()) + "."
 
 
 def option_doc(name: str) -> str:
-    """What an option does, and for which actions."""
+    """Return the description of an option, with the actions that accept it."""
     takers = [f"`{action.name}`" for action in ACTIONS.values() if name in action.options]
     return f"{' and '.join(takers)}: {OPTIONS[name].help}."

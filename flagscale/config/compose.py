@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, NoReturn
 
 import yaml
 
-from flagscale.config.arguments.foreign import refusal, remark
-from flagscale.config.arguments.values import did_you_mean
+from flagscale.config.arguments.compat.unsupported import why_unsupported, why_unused
+from flagscale.config.arguments.spec.values import did_you_mean
 from flagscale.config.experiment_reader import find_program
-from flagscale.config.interpolation import interpolation_hint, register
-from flagscale.config.overrides import did_you_mean_key, normalize, parse
-from flagscale.config.resolve import unreadable
+from flagscale.config.interpolation import (
+    interpolation_hint,
+    register_host_resolver,
+    unreadable_interpolations,
+)
+from flagscale.config.overrides import did_you_mean_key, normalize_overrides, parse_override
 from flagscale.config.schema import OWN_PROGRAM
-from flagscale.config.sources import OVERRIDE, Sources
-from flagscale.config.yaml_file import short
+from flagscale.config.sources import OVERRIDE, Sources, key_of_argument
+from flagscale.config.yaml_file import short_path
 from flagscale.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -42,7 +45,7 @@ def config_file(config_path: Path, config_name: str) -> Path:
     """
     directory = config_path.absolute()
     if not directory.is_dir():
-        raise ConfigError(f"no directory {short(directory)}")
+        raise ConfigError(f"no directory {short_path(directory)}")
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     file = directory / f"{name}.yaml"
     if file.is_file():
@@ -51,14 +54,14 @@ def config_file(config_path: Path, config_name: str) -> Path:
     holds = f"it has {', '.join(there)}" if there else "it has no YAML at all"
     if file.with_suffix(".yml").is_file():
         holds = f"{name}.yml must be called {name}.yaml"
-    where = "the current directory" if directory == Path.cwd() else short(directory)
+    where = "the current directory" if directory == Path.cwd() else short_path(directory)
     raise ConfigError(f"no {name}.yaml in {where}; {holds}{did_you_mean(name, there)}")
 
 
 def _yaml_files(directory: Path) -> list[str]:
     """The names of the YAML files in a directory, but for those that are hidden."""
-    found = directory.glob("*.yaml") if directory.is_dir() else ()
-    return sorted(path.stem for path in found if not path.name.startswith("."))
+    files = directory.glob("*.yaml") if directory.is_dir() else ()
+    return sorted(path.stem for path in files if not path.name.startswith("."))
 
 
 def compose(sources: Sources) -> DictConfig:
@@ -99,7 +102,7 @@ def hydra_alone() -> Iterator[None]:
 def composed(sources: Sources) -> tuple[DictConfig, list[Problem]]:
     """The configuration with its ``hydra`` section, composed without the overrides that are wrong,
     and what is wrong with them. Raises ConfigError where nothing can be composed."""
-    overrides = normalize(sources.overrides)
+    overrides = normalize_overrides(sources.relocated)
     problems: list[Problem] = []
     while True:
         try:
@@ -121,7 +124,7 @@ def _compose(sources: Sources, overrides: list[str]) -> DictConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    register()
+    register_host_resolver()
     file = sources.file
     try:
         with initialize_config_dir(config_dir=str(file.parent), version_base=None):
@@ -152,7 +155,7 @@ def _translate(error: Exception, sources: Sources) -> NoReturn:
         key = str(cause.full_key)
         raise ConfigError(Problem(key, _not_there(key, sources), OVERRIDE)) from error
     if isinstance(cause, GrammarParseError):
-        if found := unreadable(sources):
+        if found := unreadable_interpolations(sources):
             raise ConfigError(found) from error
         key, message = str(cause.full_key), str(cause).partition("\n")[0]
         message += interpolation_hint(message)
@@ -173,7 +176,7 @@ def _translate(error: Exception, sources: Sources) -> NoReturn:
             "-m starts a run for each"
         )
         raise ConfigError(Problem(key, message, OVERRIDE)) from error
-    raise ConfigError(Problem("", message, short(sources.file))) from error
+    raise ConfigError(Problem("", message, short_path(sources.file))) from error
 
 
 def _culprits(error: BaseException | None, overrides: Sequence[str]) -> list[str]:
@@ -187,33 +190,43 @@ def _culprits(error: BaseException | None, overrides: Sequence[str]) -> list[str
     if isinstance(error, MissingConfigException) or named is None:
         return []
     key = named["key"].lstrip("+~")
-    return [text for text in overrides if (found := parse(text)) is not None and found.key == key]
+    return [
+        text
+        for text in overrides
+        if (override := parse_override(text)) is not None and override.key == key
+    ]
 
 
 def _missing_group(missing: str | None, options: Iterable[str] | None, file: Path) -> Problem:
     group, _, option = str(missing).rpartition("/")
-    known = sorted(options or ())
-    listed = f"; there are {', '.join(known)}" if known else ""
-    where = short(file.parent / group) if group else short(file.parent)
-    message = f"no {option}.yaml in {where}{listed}{did_you_mean(option, known)}"
+    names = sorted(options or ())
+    listed = f"; there are {', '.join(names)}" if names else ""
+    where = short_path(file.parent / group) if group else short_path(file.parent)
+    message = f"no {option}.yaml in {where}{listed}{did_you_mean(option, names)}"
     return Problem(group.replace("/", "."), message)
 
 
 def _unreadable(override: str, message: str) -> Problem:
-    found = parse(override)
-    if found is None or found.value is None:
+    parsed = parse_override(override)
+    if parsed is None or parsed.value is None:
         return Problem(override, "expected key=value", OVERRIDE)
     complaint = message.splitlines()[0]
     if complaint.startswith("LexerNoViableAlt"):  # says nothing but its name
         complaint = "a character that has a meaning to Hydra"
-    advice = f"quote it: '{found.key}=\"…\"'"
-    return Problem(found.key, f"Hydra cannot read this value ({complaint}); {advice}", OVERRIDE)
+    advice = f"quote it: '{parsed.key}=\"…\"'"
+    return Problem(parsed.key, f"Hydra cannot read this value ({complaint}); {advice}", OVERRIDE)
 
 
 def _not_there(key: str, sources: Sources) -> str:
     name = key.rpartition(".")[2].replace("-", "_")
-    if key.startswith("train.") and (reason := refusal(name) or remark(name)):
+    if key.startswith("train.") and (reason := why_unsupported(name) or why_unused(name)):
         return f"cannot be given: {reason}"
+    # Hydra names the first part of a key that is missing.
+    typed = [o.key for text in sources.overrides if (o := parse_override(text)) is not None]
+    whole = next((typed_key for typed_key in typed if typed_key.startswith(f"{key}.")), key)
+    leaf = whole.rpartition(".")[2].replace("-", "_")
+    if not key.startswith("train.") and (argument := key_of_argument(sources, leaf)):
+        return f"no such key; did you mean {argument!r}?"
     # Another's program may know arguments that we do not; there is nothing to add elsewhere.
     adds = key.startswith("train.") and _is_external(sources)
     more = f" (`+{key}=...` adds a new one)" if adds else ""

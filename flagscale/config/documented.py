@@ -30,8 +30,8 @@ def documented(schema: type) -> dict[str, Field[Any]]:
 
 
 class Kind(NamedTuple):
-    """What a key takes: a ``base`` (str, int, float, bool, Path), or a list of them; or one of
-    ``literals`` in its place, as in ``int | Literal["auto"]``."""
+    """Type of a key: ``base`` (str, int, float, bool, Path), a list of them, or one of ``literals``
+    instead, as in ``int | Literal["auto"]``."""
 
     base: type
     many: bool = False

@@ -1,4 +1,4 @@
-"""What a key of a YAML means: one list of all keys, and the answer about one of them."""
+"""Documentation of keys: the list of all keys of a YAML, and the text about one of them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,26 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.config import schema
-from flagscale.config.arguments import idle
-from flagscale.config.arguments.foreign import EXPERIMENT, refusal, remark
-from flagscale.config.arguments.registry import (
+from flagscale.config.arguments.compat.unsupported import (
+    UNUSED_EXPERIMENT_KEYS,
+    why_unsupported,
+    why_unused,
+)
+from flagscale.config.arguments.compat.unused import describe_support
+from flagscale.config.arguments.spec.argument import Argument
+from flagscale.config.arguments.spec.registry import (
     aliases,
     arguments,
-    closest,
+    closest_names,
     lookup,
     registry,
 )
-from flagscale.config.arguments.spec import Argument
-from flagscale.config.arguments.values import did_you_mean, expected, nearest, word
+from flagscale.config.arguments.spec.values import (
+    describe_expected,
+    did_you_mean,
+    nearest_names,
+    to_word,
+)
 from flagscale.config.documented import kinds
 from flagscale.config.overrides import SUBSECTIONS
 from flagscale.config.torchrun import PASSED_ON, SET_BY_LAUNCHER
@@ -38,7 +47,7 @@ REQUIRED = "required"
 
 @dataclass(frozen=True)
 class Entry:
-    """One key: ``default`` is text, "" where there is none; ``flag`` only for arguments."""
+    """Documentation of one key. ``default`` is empty if there is none; arguments have ``flag``."""
 
     key: str
     expects: str
@@ -53,42 +62,42 @@ class Entry:
 
 
 def default_text(value: Any) -> str:
-    """A default as a YAML would write it; empty for "nothing"."""
+    """Return a default as a YAML would write it; empty for None."""
     if value is None or value == "":
         return ""
     if isinstance(value, Path):
         return value.relative_to(schema.PROJECT).as_posix()
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(word(item) for item in value) + "]"
-    return word(value)
+        return "[" + ", ".join(to_word(item) for item in value) + "]"
+    return to_word(value)
 
 
 def _schema_entries(kind: type, prefix: str) -> Iterator[Entry]:
     for key, item in schema.documented(kind).items():
-        found, choices = kinds(kind)[key], item.metadata["choices"]
-        expects = " or ".join([_KINDS[found.base], *found.literals])
+        annotation, choices = kinds(kind)[key], item.metadata["choices"]
+        expects = " or ".join([_KINDS[annotation.base], *annotation.literals])
         if choices:
             expects = "one of " + ", ".join(choices)
-        if found.many:
+        if annotation.many:
             expects = f"a list, each item {expects}"
         default = REQUIRED if item.default is MISSING else default_text(item.default)
         yield Entry(f"{prefix}{key}", expects, default, item.metadata["doc"])
 
 
 def argument_entry(argument: Argument) -> Entry:
-    """An argument of the training program as an entry."""
+    """Return the entry of an argument of the training program."""
     return Entry(
         key=f"train.{argument.section}.{argument.name}",
-        expects=expected(argument),
+        expects=describe_expected(argument),
         default=default_text(argument.default),
-        doc=_with(argument.doc, idle.about(argument.name)),
+        doc=_with(argument.doc, describe_support(argument.name)),
         flag=argument.flag,
         origin=f"from {argument.origin}",
     )
 
 
 def _with(doc: str, more: str) -> str:
-    """A text and a sentence behind it."""
+    """Append a sentence to a text."""
     if not more:
         return doc
     return f"{doc}{'' if doc.endswith(('.', '!', '?')) else '.'} {more}".lstrip(". ")
@@ -96,71 +105,72 @@ def _with(doc: str, more: str) -> str:
 
 @lru_cache(maxsize=1)
 def experiment_entries() -> tuple[Entry, ...]:
-    """Every key that is not an argument, in the order of the documentation."""
-    found = [*_schema_entries(schema.Experiment, "experiment.")]
+    """Return every key that is not an argument, in the order of the documentation."""
+    entries = [*_schema_entries(schema.Experiment, "experiment.")]
     for name, kind in SUBSECTIONS.items():
-        found += _schema_entries(kind, f"experiment.{name}.")
-    found += [
+        entries += _schema_entries(kind, f"experiment.{name}.")
+    entries += [
         Entry(
             "experiment.runner.slurm.device_type_specific",
             "a section for each device type",
             "",
-            "What unlike nodes are asked for by, in one heterogeneous job, of which each type is a "
-            "component: `nodes` (without a hostfile), `partition`, `gpus_per_node`, `mem`, "
-            "`constraint`, `reservation`. What is not given is as for all.",
+            "Requests per device type, for one heterogeneous job with a component for each type: "
+            "`nodes` (without a hostfile), `partition`, `gpus_per_node`, `mem`, `constraint`, "
+            "`reservation`. Missing keys have the common value.",
         ),
         Entry(
             "experiment.runner.slurm.extra",
             "a section of options",
             "",
-            "Any other option of sbatch by its long name: `{licenses: matlab, hold: true}`. `true` "
-            "is an option without a value. Those that the launcher gives itself are refused.",
+            "Other options of sbatch by their long names: `{licenses: matlab, hold: true}`. `true` "
+            "is an option without a value. Options that the launcher sets itself are refused.",
         ),
         Entry(
             "experiment.envs",
             "variables and their values",
             "",
-            "Environment of every rank. Values reach it exactly as the YAML writes them: no shell "
-            "fills in a `$NAME`. `${host:NAME}` stands for the host's own variable, whatever this "
-            "section gives it: `PATH: /opt/x/bin:${host:PATH}`. One that is unset is empty, and in "
-            "a variable whose name ends in PATH the `:` beside it goes too. `\\${host:NAME}` is "
-            "meant literally.",
+            "Environment variables of every rank. Values are passed exactly as the YAML writes "
+            "them: no shell expands `$NAME`. `${host:NAME}` stands for the host's own variable, "
+            "regardless of this section: `PATH: /opt/x/bin:${host:PATH}`. An unset variable is "
+            "empty; in a variable whose name ends in PATH, the adjacent `:` is removed as well. "
+            "Write `\\${host:NAME}` for the literal text.",
         ),
         Entry(
             "experiment.envs.device_type_specific",
             "a section of variables for each device type",
             "",
-            "Wins over `envs` on hosts whose hostfile line has that `type=`. A type that no line "
-            "of the hostfile has is refused.",
+            "Overrides `envs` on hosts with this `type=` in the hostfile. A type that the hostfile "
+            "does not have is refused.",
         ),
         Entry(
             "experiment.envs.node_specific",
             "a section of variables for each host",
             "",
-            "Wins over `envs` and `device_type_specific` on the host of that name. A name that the "
+            "Overrides `envs` and `device_type_specific` on the host of this name. A name that the "
             "hostfile does not have is refused.",
         ),
     ]
-    found += [
+    entries += [
         Entry(
             "device_type_specific",
             "a section for each device type",
             "",
-            "What is different on hosts whose hostfile line has that `type=`: arguments of the "
-            "training program that may differ by host, which docs/configuration.md lists (null "
-            "takes one away), `build_dir`, `python`, `conda` and `cmds`. "
-            "Wins over `train`, `experiment.runner` and `experiment.cmds`. A type that no line of "
-            "the hostfile has is refused.",
+            "Settings of the hosts with this `type=` in the hostfile: `build_dir`, `python`, "
+            "`conda`, `cmds`, and arguments that may differ between hosts (listed in "
+            "docs/reference/configuration/hosts.md; null removes one). Overrides `train`, "
+            "`experiment.runner` and `experiment.cmds`. A type that the hostfile does not have is "
+            "refused.",
         ),
         Entry(
             "node_specific",
             "a section for each host",
             "",
-            "The same for the host of that name; wins over `device_type_specific`. A name that the "
-            "hostfile does not have is refused; without a hostfile the only name is `localhost`.",
+            "Settings of the host of this name, with the same keys. Overrides "
+            "`device_type_specific`. A name that the hostfile does not have is refused; without a "
+            "hostfile the only name is `localhost`.",
         ),
     ]
-    return (*found, *_schema_entries(schema.Options, ""))
+    return (*entries, *_schema_entries(schema.Options, ""))
 
 
 def _find(key: str) -> list[Entry]:
@@ -168,15 +178,15 @@ def _find(key: str) -> list[Entry]:
     if exact:
         return exact
     name = key.strip("-").rpartition(".")[2].replace("-", "_")
-    found = lookup(name)
-    if found is None:
+    match = lookup(name)
+    if match is None:
         return []
-    argument, alias = found
+    argument, alias = match
     if alias is None:
         return [argument_entry(argument)]
     entry = Entry(
         key=f"train.{argument.section}.{name}",
-        expects=expected(argument),
+        expects=describe_expected(argument),
         default="",
         doc=argument.doc,
         flag="--" + name.replace("_", "-"),
@@ -186,10 +196,11 @@ def _find(key: str) -> list[Entry]:
 
 
 def explain(key: str) -> str:
-    """What a key means: dotted (``train.model.num_layers``), bare (``num_layers``), a flag, or a
-    section.
+    """Return the documentation of a key: dotted (``train.model.num_layers``), bare
+    (``num_layers``), a flag, or a section.
 
-    Raises ConfigError for an unknown key, naming the nearest ones.
+    Raises:
+        ConfigError: for an unknown key, with the nearest names.
     """
     name = key.strip("-").rpartition(".")[2].replace("-", "_")
     entries = _find(key)
@@ -199,28 +210,28 @@ def explain(key: str) -> str:
         return section
     if name in PASSED_ON:
         return f"experiment.runner.{name}\n  Passed on to torchrun, whose option it is."
-    reason = refusal(name) or SET_BY_LAUNCHER.get(name)
+    reason = why_unsupported(name) or SET_BY_LAUNCHER.get(name)
     if reason:
         return f"{name}\n  Cannot be given: {reason}."
-    if reason := remark(name) or EXPERIMENT.get(name):
+    if reason := why_unused(name) or UNUSED_EXPERIMENT_KEYS.get(name):
         return f"{name}\n  May be given and has no effect: {reason}."
     names = [e.name for e in experiment_entries()]
-    near = closest(name)
+    near = closest_names(name)
     hint = did_you_mean(name, [*near, *names, *PASSED_ON])
     if not hint:
-        some = nearest(name, [*names, *PASSED_ON, *registry()], least=0)
+        some = nearest_names(name, [*names, *PASSED_ON, *registry()], least=0)
         hint = f"; the names that look most like it are {', '.join(some)}"
     raise ConfigError(Problem(key, f"unknown key{hint}"))
 
 
 def _section(key: str) -> str:
-    """What is in a section, given whole or by its last name; empty if it is none."""
+    """Return the keys of a section, given whole or by its last name; empty if it is none."""
     every = [entry.key for entry in experiment_entries()]
     every += [f"train.{argument.section}.{argument.name}" for argument in arguments().values()]
     for section in (key, f"experiment.{key}", f"train.{key}"):
         start = f"{section}."
-        inside = [one.removeprefix(start) for one in every if one.startswith(start)]
-        names = [one.partition(".")[0] for one in inside]
+        inside = [name.removeprefix(start) for name in every if name.startswith(start)]
+        names = [name.partition(".")[0] for name in inside]
         if names:
             listed = textwrap.wrap(
                 ", ".join(dict.fromkeys(names)),
@@ -244,7 +255,7 @@ def _text(entry: Entry) -> str:
 
 
 def alias_rows() -> Iterator[tuple[str, str]]:
-    """Each alias with what it stands for."""
+    """Yield each alias with its meaning."""
     for alias in sorted(aliases().values(), key=lambda a: a.name):
         if alias.rule == "same":
             yield alias.name, f"`{alias.target}`"

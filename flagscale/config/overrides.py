@@ -1,22 +1,23 @@
-"""Hydra overrides from the command line: what they set, and the leading ``++`` Hydra wants.
+"""Hydra overrides of the command line: the keys they set, and the leading ``++`` that Hydra
+requires.
 
-Hydra asks for ``+key=value`` when a YAML has not mentioned a key. For keys that the schema knows
-this is a formality that launcher options (``follow=true``) and arguments
-(``train.model.kv_channels=32``) should not need, so :func:`normalize` adds it. Unknown keys keep
-Hydra's rule, so a mistyped one is still an error.
+Hydra requires ``+key=value`` for a key that the YAML does not mention. For keys that the schema
+has, launcher options (``follow=true``) and arguments (``train.model.kv_channels=32``) should not
+need it, so :func:`normalize_overrides` adds it. Unknown keys keep Hydra's rule, so a mistyped one
+is an error.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flagscale.config import schema
-from flagscale.config.arguments.maps import NAME as BACKEND_OPTIONS
-from flagscale.config.arguments.registry import lookup, registry
-from flagscale.config.arguments.values import did_you_mean
+from flagscale.config.arguments.spec.registry import lookup, registry
+from flagscale.config.arguments.spec.system_arguments import COMM as BACKEND_OPTIONS
+from flagscale.config.arguments.spec.values import did_you_mean
 from flagscale.config.documented import kinds
 from flagscale.config.torchrun import PASSED_ON
 
@@ -30,7 +31,6 @@ SUBSECTIONS: dict[str, type] = {
     "cmds": schema.Commands,
 }
 """Sections of ``experiment`` whose keys the schema lists."""
-
 _OVERRIDE = re.compile(r"(?P<mark>\+\+|\+|~)?(?P<key>[^=\s]+?)(?:=(?P<value>.*))?", re.DOTALL)
 _QUOTED = re.compile(r"""(['"]).*\1""", re.DOTALL)
 
@@ -47,68 +47,106 @@ class Override:
         return f"{self.mark}{self.key}" + ("" if self.value is None else f"={self.value}")
 
 
-def parse(text: str) -> Override | None:
+def parse_override(text: str) -> Override | None:
     """The parts of an override; None where Hydra has to judge the text itself."""
-    found = _OVERRIDE.fullmatch(text)
-    return Override(found["mark"] or "", found["key"], found["value"]) if found else None
+    match = _OVERRIDE.fullmatch(text)
+    return Override(match["mark"] or "", match["key"], match["value"]) if match else None
 
 
-def normalize(overrides: Iterable[str]) -> list[str]:
+def normalize_overrides(overrides: Iterable[str]) -> list[str]:
     """Overrides as Hydra wants them. Environment values and texts stay exactly as typed, commas
     included, which Hydra would otherwise take for a sweep."""
-    return [_normalized(text) for text in overrides]
+    return [_normalize(text) for text in overrides]
 
 
-def set_keys(overrides: Sequence[str]) -> dict[str, str]:
+def relocate_overrides(overrides: Iterable[str], keys: Iterable[str]) -> list[str]:
+    """Return overrides of arguments with the keys that a YAML has for them.
+
+    Section names do not matter to an argument, so ``train.model.lr=3e-4`` means the
+    ``train.model.optimizer.lr_scheduler.lr`` of a YAML. Overrides of keys that the YAML has as they
+    are, or has more than once, stay.
+
+    Args:
+        overrides: as the user typed them.
+        keys: dotted keys of the arguments in the YAML.
+    """
+    places: dict[str, list[str]] = {}
+    for key in keys:
+        places.setdefault(argument_of(key), []).append(key)
+    return [_relocate(text, places) for text in overrides]
+
+
+def _relocate(text: str, places: Mapping[str, Sequence[str]]) -> str:
+    override = parse_override(text)
+    if override is None or override.mark == "+" or not override.key.startswith("train."):
+        return text
+    keys = places.get(argument_of(override.key), ())
+    if len(keys) != 1 or override.key == keys[0] or override.key.count(".") < 2:
+        return text
+    if _is_backend_option(override.key.removeprefix("train.")):
+        return text
+    return str(Override(override.mark, keys[0], override.value))
+
+
+def argument_of(key: str) -> str:
+    """Return the argument that a dotted key gives, under its canonical name if the value is the
+    same."""
+    name = key.rpartition(".")[2].replace("-", "_")
+    argument = lookup(name)
+    alias = argument[1] if argument else None
+    return alias.target if alias is not None and alias.rule == "same" else name
+
+
+def assigned_keys(overrides: Sequence[str]) -> dict[str, str]:
     """The dotted keys that overrides set, each with the text of its value."""
-    parsed = [found for text in overrides if (found := parse(text)) is not None]
+    parsed = [override for text in overrides if (override := parse_override(text)) is not None]
     return {o.key: o.value for o in parsed if o.mark != "~" and o.value is not None}
 
 
-def _normalized(text: str) -> str:
-    override = parse(text)
+def _normalize(text: str) -> str:
+    override = parse_override(text)
     if override is None or override.value is None or override.mark == "~":
         return text
-    mark = override.mark or ("++" if is_known(override.key) else "")
-    value = _literal(override.value) if takes_text(override.key) else override.value
+    mark = override.mark or ("++" if is_known_key(override.key) else "")
+    value = _quote_for_hydra(override.value) if takes_text(override.key) else override.value
     return str(Override(mark, override.key, value))
 
 
-def is_known(key: str) -> bool:
-    """Whether a dotted key is one that the schema or the argument registry has."""
-    head, _, rest = key.partition(".")
-    if not rest:
+def is_known_key(key: str) -> bool:
+    """Return whether a dotted key is in the schema or the argument registry."""
+    head, _, tail = key.partition(".")
+    if not tail:
         return key in schema.documented(schema.Options)
     leaf = key.rpartition(".")[2]
     if head in schema.SPECIFIC_SECTIONS:
-        return rest.count(".") >= 1
+        return tail.count(".") >= 1
     if head == "train":
-        return _is_backend_option(rest) or (
-            rest.count(".") >= 1 and lookup(leaf.replace("-", "_")) is not None
+        return _is_backend_option(tail) or (
+            tail.count(".") >= 1 and lookup(leaf.replace("-", "_")) is not None
         )
-    return head == "experiment" and _is_known_experiment_key(rest)
+    return head == "experiment" and _is_known_experiment_key(tail)
 
 
-def _is_backend_option(rest: str) -> bool:
+def _is_backend_option(key: str) -> bool:
     """``system.comm.NAME``: which names there are is for the backend's adapter to say."""
-    section, _, name = rest.partition(".")
+    section, _, name = key.partition(".")
     return section in schema.SECTIONS and name.startswith(f"{BACKEND_OPTIONS}.")
 
 
-_FREE = ("envs.", "runner.slurm.extra.", "runner.slurm.device_type_specific.")
+_FREE_SECTIONS = ("envs.", "runner.slurm.extra.", "runner.slurm.device_type_specific.")
 """Sections of ``experiment`` in which a user chooses names."""
 
 
-def _is_known_experiment_key(rest: str) -> bool:
-    section, _, name = rest.rpartition(".")
-    if f"{rest}.".startswith(_FREE) or rest in SUBSECTIONS:
+def _is_known_experiment_key(key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    if f"{key}.".startswith(_FREE_SECTIONS) or key in SUBSECTIONS:
         return True
     if not section:
         return name in schema.documented(schema.Experiment)
-    found = SUBSECTIONS.get(section)
-    if found is None:
+    fields = SUBSECTIONS.get(section)
+    if fields is None:
         return False
-    return name in schema.documented(found) or (section == "runner" and name in PASSED_ON)
+    return name in schema.documented(fields) or (section == "runner" and name in PASSED_ON)
 
 
 def did_you_mean_key(key: str) -> str:
@@ -116,26 +154,26 @@ def did_you_mean_key(key: str) -> str:
     path = key.split(".")
     if path[0] == "train" and len(path) > 2:
         return did_you_mean(path[-1], registry())
-    return did_you_mean(path[-1], _names_beside(path))
+    return did_you_mean(path[-1], _sibling_names(path))
 
 
-def _names_beside(path: list[str]) -> Iterable[str]:
-    """What could stand in the place of a dotted key's last part."""
+def _sibling_names(path: list[str]) -> Iterable[str]:
+    """Return the names that are valid as the last part of a dotted key."""
     if len(path) == 1:
         return [*TOP_LEVEL, *schema.SPECIFIC_SECTIONS, *schema.documented(schema.Options)]
     if path[0] == "train":
         return schema.SECTIONS
     if len(path) == 2:
-        return [*schema.documented(schema.Experiment), *sections_of("")]
+        return [*schema.documented(schema.Experiment), *subsections_of("")]
     section = ".".join(path[1:-1])
-    found = SUBSECTIONS.get(section)
+    fields = SUBSECTIONS.get(section)
     passed_on = PASSED_ON if section == "runner" else ()
-    return [*schema.documented(found), *sections_of(section), *passed_on] if found else []
+    return [*schema.documented(fields), *subsections_of(section), *passed_on] if fields else []
 
 
-def sections_of(section: str) -> list[str]:
+def subsections_of(section: str) -> list[str]:
     """The names of the sections in a section of ``experiment``, or in itself."""
-    above = (known.rpartition(".") for known in (*SUBSECTIONS, "envs"))
+    above = (section_name.rpartition(".") for section_name in (*SUBSECTIONS, "envs"))
     return [name for parent, _, name in above if parent == section]
 
 
@@ -144,7 +182,7 @@ _COMMAND = "experiment.task.command"
 
 
 def takes_text(key: str) -> bool:
-    """Whether the value of a dotted key is a text, whatever it looks like."""
+    """Return whether the value of a dotted key is always text."""
     if (
         key == _COMMAND
         or key.startswith("experiment.envs.")
@@ -156,14 +194,14 @@ def takes_text(key: str) -> bool:
         kind = SUBSECTIONS.get(section) if section else schema.Experiment
         item = kinds(kind).get(name) if kind is not None else None
         return item is not None and item.base in (str, Path) and not item.many
-    found = lookup(key.rpartition(".")[2]) if key.startswith("train.") else None
-    return found is not None and found[0].kind == "str" and not found[0].many
+    argument = lookup(key.rpartition(".")[2]) if key.startswith("train.") else None
+    return argument is not None and argument[0].kind == "str" and not argument[0].many
 
 
-def _literal(value: str) -> str:
+def _quote_for_hydra(value: str) -> str:
     """A value quoted for Hydra, unless it is null, empty, quoted or a container already."""
     if value in ("", "null") or value[0] in "[{" or _QUOTED.fullmatch(value):
         return value
-    escaped = re.sub(r"(\\*)'", lambda found: found[1] * 2 + r"\'", value)
+    escaped = re.sub(r"(\\*)'", lambda match: match[1] * 2 + r"\'", value)
     trailing = len(escaped) - len(escaped.rstrip("\\"))
     return f"'{escaped}" + "\\" * trailing + "'"

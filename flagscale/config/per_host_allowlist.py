@@ -1,9 +1,9 @@
 """Arguments that may differ between the hosts of a job, each with what makes it harmless.
 
-Every other argument is one value for the job: with two, ranks wait for each other for ever or
-train unlike weights without a word. What stands here is trained with unlike values in
-tests/integration/train/test_unlike_hosts.py: its ranks end with equal weights, those of a run with
-like values, and stop together with a checkpoint.
+Every other argument is one value for the job: with two, ranks wait for each other for ever or train
+unlike weights without a word. What stands here is trained with unlike values in
+tests/integration/train/test_heterogeneous_hosts.py: its ranks end with equal weights, those of a
+run with like values, and stop together with a checkpoint.
 
 Left out, though they look harmless: paths of data, since rank 0 alone builds the index cache,
 which is found by the data's path; ``save`` and ``load``, whose value on rank 0 counts for all;

@@ -1,4 +1,4 @@
-"""Reading typed sections of a composed YAML, every problem noted and none thrown."""
+"""Reading typed sections of a composed YAML. Every problem is noted, none is raised."""
 
 from __future__ import annotations
 
@@ -8,22 +8,28 @@ from dataclasses import MISSING, Field, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flagscale.config.arguments.foreign import EXPERIMENT
-from flagscale.config.arguments.paths import too_long
-from flagscale.config.arguments.spec import Argument
-from flagscale.config.arguments.values import convert, did_you_mean, shown, unfit, word
+from flagscale.config.arguments.compat.unsupported import UNUSED_EXPERIMENT_KEYS
+from flagscale.config.arguments.spec.argument import Argument
+from flagscale.config.arguments.spec.paths import why_too_long
+from flagscale.config.arguments.spec.values import (
+    convert,
+    did_you_mean,
+    format_value,
+    to_word,
+    why_unfit,
+)
 from flagscale.config.documented import Kind, documented, kinds
 from flagscale.config.sources import OVERRIDE, Sources
 from flagscale.errors import Problem
 
 
-def absolute(path: str) -> Path:
+def absolute_path(path: str) -> Path:
     """A path of a YAML: ``~`` is the home, anything relative lies in the working directory."""
     return Path(os.path.abspath(os.path.expanduser(path)))  # noqa: PTH100, PTH111 - folds ".."
 
 
 @dataclass
-class Reader:
+class SectionReader:
     """Reads plain data of a composed YAML and collects what is wrong with it."""
 
     sources: Sources
@@ -45,7 +51,7 @@ class Reader:
         value = data.get(key)
         if value is None or isinstance(value, Mapping):
             return dict(value or {})
-        self.problem(f"{prefix}{key}", f"expected a section with keys, found {shown(value)}")
+        self.problem(f"{prefix}{key}", f"expected a section with keys, found {format_value(value)}")
         self.unreadable.append(f"{prefix}{key}")
         return {}
 
@@ -59,37 +65,37 @@ class Reader:
         if isinstance(value, str):
             return value
         written = self.sources.texts.get(key)
-        return word(value) if written is None or "${" in written else written
+        return to_word(value) if written is None or "${" in written else written
 
     def texts(self, key: str, values: Sequence[Any]) -> list[Any]:
         """The items of a list of texts, each as its YAML writes it; null and what is no scalar stay
         what they are."""
         written = self.sources.items.get(key, ())
         if len(written) != len(values) or any("${" in text for text in written):
-            written = tuple(map(word, values))
+            written = tuple(map(to_word, values))
         pairs = zip(values, written, strict=True)
         return [text if isinstance(v, (bool, int, float)) else v for v, text in pairs]
 
-    def unknown(self, path: str, name: Any, known: Iterable[str]) -> None:
+    def unknown(self, path: str, name: Any, names: Iterable[str]) -> None:
         """Notes a key that is none of ``known``."""
-        self.problem(path, f"unknown key{did_you_mean(str(name), known)}")
+        self.problem(path, f"unknown key{did_you_mean(str(name), names)}")
 
     def own(
-        self, path: str, name: Any, value: Any, known: Iterable[str], elsewhere: Mapping[str, str]
+        self, path: str, name: Any, value: Any, names: Iterable[str], elsewhere: Mapping[str, str]
     ) -> None:
         """Takes a key that is none of ``known`` for one of the user's own, from which others take
         their values. One from which none does is idle, or a problem where another was meant, by
         its place or by its name. ``elsewhere`` has the places of keys of other sections."""
         if path in self.referred:
             return
-        if name in EXPERIMENT:
+        if name in UNUSED_EXPERIMENT_KEYS:
             self.idle.append(path)
             return
         is_typed = self.sources.places.get(path) == OVERRIDE
         if name in elsewhere:
             self.problem(path, f"unknown key; did you mean {elsewhere[name]!r}?")
-        elif is_typed or isinstance(value, (Mapping, list)) or did_you_mean(str(name), known):
-            self.unknown(path, name, known)
+        elif is_typed or isinstance(value, (Mapping, list)) or did_you_mean(str(name), names):
+            self.unknown(path, name, names)
         else:
             self.idle.append(path)
 
@@ -109,28 +115,28 @@ class Reader:
         the schema does not have are noted too; ``beside`` are sections that may be meant by them.
         With ``elsewhere`` they may be the user's own (:meth:`own`).
         """
-        known = documented(kind)
-        found: dict[str, Any] = {}
-        for key, item in known.items():
+        documentation = documented(kind)
+        values: dict[str, Any] = {}
+        for key, item in documentation.items():
             value = data.get(key)
             if value is not None:
-                self._read(f"{prefix}{key}", item, kinds(kind)[key], value, found)
+                self._read(f"{prefix}{key}", item, kinds(kind)[key], value, values)
             elif item.default is MISSING:
                 self.problem(f"{prefix}{key}", "is required")
         for name in data:
-            if name not in known and not others:
-                key, names = f"{prefix}{name}", [*known, *beside]
+            if name not in documentation and not others:
+                key, names = f"{prefix}{name}", [*documentation, *beside]
                 if elsewhere is None:
                     self.unknown(key, name, names)
                 else:
                     self.own(key, name, data[name], names, elsewhere)
-        return found
+        return values
 
     def _read(
-        self, key: str, item: Field[Any], kind: Kind, value: Any, found: dict[str, Any]
+        self, key: str, item: Field[Any], kind: Kind, value: Any, values: dict[str, Any]
     ) -> None:
         if value in kind.literals:
-            found[item.name] = value
+            values[item.name] = value
             return
         is_text = kind.base in (str, Path)
         if is_text and not isinstance(value, (Mapping, list)):
@@ -151,16 +157,16 @@ class Reader:
         except ValueError as error:
             self.problem(key, str(error))
             return
-        if isinstance(converted, str) and (complaint := _complaint(converted, kind.base)):
+        if isinstance(converted, str) and (complaint := _why_unfit_text(converted, kind.base)):
             self.problem(key, complaint)
             return
         if kind.many:
             converted = tuple(converted)
-        found[item.name] = absolute(converted) if kind.base is Path else converted
+        values[item.name] = absolute_path(converted) if kind.base is Path else converted
 
 
-def _complaint(text: str, base: type) -> str | None:
-    """What is wrong with a text, or with the path that it is."""
+def _why_unfit_text(text: str, base: type) -> str | None:
+    """Return the problem of a text or of the path that it stands for."""
     if base is Path and not text:
         return "expected a path, found an empty text"
-    return unfit(text) or (too_long(str(absolute(text))) if base is Path else None)
+    return why_unfit(text) or (why_too_long(str(absolute_path(text))) if base is Path else None)

@@ -1,4 +1,4 @@
-"""``experiment.runner``: how and where an experiment is run. Part of :mod:`.schema`."""
+"""Schema of ``experiment.runner``: where and how ranks are started, watched and stopped."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ TORCHRUN_BACKENDS = ("torchrun",)
 SYNC_KINDS = ("none", "code")
 WAITS = ("none", "joined", "ready", "step")
 LONGEST = 30_000_000
-"""Seconds that anything here may be waited for: about a year. What is meant to last for ever would
-overflow the clocks of torch and the shell."""
+"""Maximum of all timeouts in seconds, about a year. Larger values would overflow the clocks of
+torch and of the shell."""
 NOTICES = ("failed", "stalled", "restarted", "finished")
 
 
 @dataclass(frozen=True)
 class Notify:
-    """Whom to tell what becomes of a run: ``experiment.runner.notify``. Each notification has ten
-    seconds; one that fails is a line in the output of the first host and harms nothing."""
+    """Notifications about a run: ``experiment.runner.notify``. Each one times out after ten
+    seconds; a failure is a line in the output of the first host and has no other effect."""
 
     command: str = field(
         default="",
         metadata=doc(
-            "A bash command that the first host runs, with a JSON object on its stdin: `event`, "
-            "`run`, `name`, `time`, `attempt`, `attempts`, `text`, and of the first failure "
-            "`host`, `rank`, `exit_code`, `reason`, `traceback`, `log`."
+            "Bash command that the first host runs for each notification. It receives a JSON "
+            "object on stdin with `event`, `run`, `name`, `time`, `attempt`, `attempts` and "
+            "`text`, and for the first failure `host`, `rank`, `exit_code`, `reason`, `traceback` "
+            "and `log`."
         ),
     )
     webhook: str = field(
         default="",
         repr=False,
         metadata=doc(
-            "Address that the first host sends the same JSON to by HTTP POST. Is a secret: give "
-            "it as `${oc.env:NAME}`; it is written to no file. `text` is what chat services show."
+            "URL to which the first host sends the same JSON object by HTTP POST. The URL is a "
+            "secret: write it as `${oc.env:NAME}`; it is stored in no file. Chat services display "
+            "`text`."
         ),
     )
     on: tuple[str, ...] = field(
         default=("failed", "stalled", "restarted"),
         metadata=doc(
-            "What to tell of. `finished` is told of the end, however it comes: `event` is then "
-            "`finished`, `failed` or `stopped`.",
+            "Events that cause a notification. `finished` reports the end of the run, whatever "
+            "its result: `event` is then `finished`, `failed` or `stopped`.",
             choices=NOTICES,
         ),
     )
@@ -52,32 +54,30 @@ class Notify:
 
 @dataclass(frozen=True)
 class Runner:
-    """How and where it is run: ``experiment.runner``."""
+    """Start, supervision and end of a run: ``experiment.runner``."""
 
     type: str | None = field(
         default=None,
         metadata=doc(
-            "Who starts the run. `local`: this machine alone, by itself. `ssh`: every host by "
-            "SSH, this machine too where it is the only one. Without it: `ssh` where the hostfile "
-            "names other machines, `local` where there is none or it names this machine alone. "
-            "`slurm`: one job of Slurm's, which `experiment.runner.slurm` describes. Or "
-            "the name of a runner that an installed package brings (entry points "
-            "`flagscale.runners`); what such a runner is told beside this section is a section of "
-            "its own name in it."
+            "Runner that starts the run. `local`: this machine only. `ssh`: every host over SSH, "
+            "including this machine if it is the only one. Default: `ssh` if the hostfile lists "
+            "other machines, otherwise `local`. `slurm`: one Slurm job, configured in "
+            "`experiment.runner.slurm`. Installed packages can add runners (entry points "
+            "`flagscale.runners`), whose settings are in a section of the runner's name."
         ),
     )
     backend: str = field(
         default="torchrun",
         metadata=doc(
-            "Accepted for compatibility: ranks of training are always started by `torchrun`.",
+            "Accepted for compatibility. Training ranks are always started by `torchrun`.",
             choices=TORCHRUN_BACKENDS,
         ),
     )
     nnodes: int | None = field(
         default=None,
         metadata=doc(
-            "Number of hosts: the smaller of this and the hostfile's, with a note where the "
-            "hostfile has fewer. `a:b` means `a`.",
+            "Number of hosts. At most as many hosts as the hostfile has take part, with a note if "
+            "it has fewer. `a:b` means `a`.",
             minimum=1,
             maximum=1_000_000,
         ),
@@ -85,9 +85,9 @@ class Runner:
     nproc_per_node: int | Literal["auto"] | None = field(
         default=None,
         metadata=doc(
-            "Ranks a host: the smallest of this, the host's slots and its visible devices. `auto`: "
-            "as many as the host has devices, 1 on a host that has none. Without it a command "
-            "(`experiment.task.type`) runs once on every host.",
+            "Ranks per host: the minimum of this value, the host's slots and its visible devices. "
+            "`auto`: one rank per device, or one on a host without devices. By default a command "
+            "(`experiment.task.type`) runs once per host.",
             minimum=1,
             maximum=65_536,
         ),
@@ -95,24 +95,25 @@ class Runner:
     hostfile: Path | None = field(
         default=None,
         metadata=doc(
-            "File with a line `host slots=N [type=T] [port=P] [user=U] [addr=A] [proxy=J] [via=V]` "
-            "for each host; `node[01-16]` names sixteen. `addr` is the address for the ranks where "
-            "SSH uses another; `proxy` is a jump host, as for `ssh -J`; `via` is another way to "
-            "reach it than SSH, which an installed package brings (entry points "
-            "`flagscale.executors`). Without a hostfile: this machine."
+            "File with one line `host slots=N [type=T] [port=P] [user=U] [addr=A] [proxy=J] "
+            "[via=V]` per host; `node[01-16]` stands for sixteen hosts. `addr` is the address for "
+            "communication between ranks, if it differs from the SSH address. `proxy` is a jump "
+            "host, as in `ssh -J`. `via` selects a connection other than SSH, provided by an "
+            "installed package (entry points `flagscale.executors`). Without a hostfile, the run "
+            "is on this machine."
         ),
     )
     master_addr: str | None = field(
         default=None,
         metadata=doc(
-            "Address at which ranks meet. Without it: the first host's `addr` or name. A loopback "
-            "address is refused where another machine takes part."
+            "Address for the rendezvous of the ranks. Default: `addr` or name of the first host. "
+            "A loopback address is refused if other machines take part."
         ),
     )
     master_port: int | None = field(
         default=None,
         metadata=doc(
-            "Port at which ranks meet. Without it: one that is free on the first host.",
+            "Port for the rendezvous of the ranks. Default: a free port of the first host.",
             minimum=1,
             maximum=65535,
         ),
@@ -120,7 +121,8 @@ class Runner:
     foreground: bool = field(
         default=False,
         metadata=doc(
-            "Whether `action=run` stays, shows the ranks' output and exits with the job's code."
+            "Whether `action=run` stays in the foreground, prints the ranks' output and exits "
+            "with the exit code of the job."
         ),
     )
     start_timeout: float = field(
@@ -134,43 +136,47 @@ class Runner:
     wait_for: str = field(
         default="ready",
         metadata=doc(
-            "What `action=run` waits for in the background before it returns: `joined`, that every "
-            "rank is in the process group; `ready`, that each has its model, data and checkpoint "
-            "too, so that one that does not fit is told at once; `step`, that the first step is "
-            "done, for which memory has to suffice; `none`, nothing. Another's program that knows "
-            "no `ready` counts as ready when it has joined.",
+            "State that `action=run` waits for before it returns, when it runs in the background. "
+            "`joined`: every rank has joined the process group. `ready`: every rank has also "
+            "loaded its model, data and checkpoint, so that errors there are reported at once. "
+            "`step`: the first step has finished, which shows that memory suffices. `none`: do "
+            "not wait. External programs that do not report `ready` count as ready when they have "
+            "joined.",
             choices=WAITS,
         ),
     )
     stop_grace: float = field(
         default=60.0,
         metadata=doc(
-            "Seconds that stopped processes have to end (and save a checkpoint) before they are "
-            "killed.",
+            "Seconds that stopped processes have to exit (and to save a checkpoint) before they "
+            "are killed.",
             minimum=0,
             maximum=LONGEST,
         ),
     )
     log_dir: Path | None = field(
         default=None,
-        metadata=doc("Directory of torchrun's logs. Without it: `<exp_dir>/logs/details`."),
+        metadata=doc("Directory of torchrun's logs. Default: `<exp_dir>/logs/details`."),
     )
     redirects: str = field(
         default="3",
-        metadata=doc("Which streams of a rank go to its log file, as torchrun's `--redirects`."),
+        metadata=doc(
+            "Streams of a rank that are written to its log file, as in torchrun's `--redirects`."
+        ),
     )
     tee: str = field(
         default="3",
         metadata=doc(
-            "Which streams of a rank also go to the host's output, as torchrun's `--tee`."
+            "Streams of a rank that are also written to the host's output, as in torchrun's "
+            "`--tee`."
         ),
     )
     max_restarts: int = field(
         default=0,
         metadata=doc(
-            "How often the whole job, on all hosts together, is started again after a failure, "
-            "from its last checkpoint. A stop is never followed by a start, nor is a job whose "
-            "ranks have never joined, or one that has lost a host.",
+            "How often the whole job is restarted after a failure, on all hosts and from its last "
+            "checkpoint. A job is not restarted after a stop, if its ranks never joined, or if it "
+            "lost a host.",
             minimum=0,
             maximum=1_000_000,
         ),
@@ -178,16 +184,17 @@ class Runner:
     on_failure: str = field(
         default="stop",
         metadata=doc(
-            "What happens on the other hosts when one fails: `stop` ends the job there within "
-            "seconds, `leave` lets it go on.",
+            "Effect of a failed host on the other hosts: `stop` ends the job there within "
+            "seconds, `leave` lets it continue.",
             choices=("stop", "leave"),
         ),
     )
     lost_host_timeout: float = field(
         default=60.0,
         metadata=doc(
-            "Seconds without a word between a host and the first one after which each takes the "
-            "other for lost and ends its part of the job. Shorter interruptions do no harm.",
+            "Seconds without a heartbeat between a host and the first host after which each "
+            "considers the other lost and ends its part of the job. Shorter interruptions have no "
+            "effect.",
             minimum=1,
             maximum=LONGEST,
         ),
@@ -195,33 +202,34 @@ class Runner:
     liveness_port: int | None = field(
         default=None,
         metadata=doc(
-            "Port of the first host at which the agents of several hosts meet. Without it: the "
-            "one after `master_port`.",
+            "Port of the first host at which the agents of several hosts connect. Default: "
+            "`master_port` + 1.",
             minimum=1,
             maximum=65535,
         ),
     )
     rdzv_id: str | None = field(
-        default=None, metadata=doc("Name of the rendezvous. Without it: the run's identity.")
+        default=None, metadata=doc("Identifier of the rendezvous. Default: the run id.")
     )
     rdzv_backend: str = field(
         default="static",
         metadata=doc(
-            "Kind of rendezvous. Only `static`: others number the hosts by a rule of their own.",
+            "Kind of rendezvous. Only `static` is supported, because other kinds choose the order "
+            "of the hosts themselves.",
             choices=("static",),
         ),
     )
     rdzv_endpoint: str | None = field(
         default=None,
         metadata=doc(
-            "`host:port`; the same as `master_addr` and `master_port`, which win over it."
+            "`host:port`, equivalent to `master_addr` and `master_port`, which take precedence."
         ),
     )
     ssh_port: int | None = field(
         default=None,
         metadata=doc(
-            "Port of the hosts' SSH servers; the hostfile's `port` wins. Without it: what the "
-            "user's SSH configuration says, else 22.",
+            "Port of the hosts' SSH servers; `port` of the hostfile takes precedence. Default: "
+            "the port of your SSH configuration, otherwise 22.",
             minimum=1,
             maximum=65535,
         ),
@@ -229,87 +237,90 @@ class Runner:
     ssh_config: Path | None = field(
         default=None,
         metadata=doc(
-            "An SSH configuration in place of `~/.ssh/config` and the system's, as `ssh -F`."
+            "SSH configuration file to use instead of `~/.ssh/config` and the system's, as in "
+            "`ssh -F`."
         ),
     )
     no_shared_fs: bool = field(
         default=False,
         metadata=doc(
-            "Whether hosts have no file system in common with this machine. Each host then gets "
-            "its own script, configuration and plan under `exp_dir`; logs and states are fetched. "
-            "Of no effect where this machine is the only host."
+            "Set to true if the hosts share no file system with this machine. Each host then gets "
+            "its own script, configuration and plan below `exp_dir`, and logs and state are "
+            "fetched. No effect if this machine is the only host."
         ),
     )
     sync: str = field(
         default="none",
         metadata=doc(
-            "What is copied to the hosts before a run when there is no shared file system: "
-            "`code` is this project and the adapted backend, changed files alone, into "
-            "`build_dir`. With `none` hosts whose code differs are refused.",
+            "Files to copy to the hosts before a run if there is no shared file system. `code`: "
+            "this project and the adapted backend, changed files only, into `build_dir`. `none`: "
+            "nothing; hosts with different code are refused.",
             choices=SYNC_KINDS,
         ),
     )
     build_dir: Path | None = field(
         default=None,
         metadata=doc(
-            "This project's directory on the hosts. Without it: the same as here. A device type "
-            "or host may have another."
+            "Directory of this project on the hosts. Default: the same path as on this machine. "
+            "Can be overridden per device type or host."
         ),
     )
     python: str | None = field(
         default=None,
         metadata=doc(
-            "The Python of the hosts, a path or a name; a path's directory also comes first in "
-            "PATH, as activating a virtual environment would have it. Without it: the launcher's "
-            "own, or with `conda` that environment's. A device type or host may have another."
+            "Python interpreter of the hosts, a path or a name. The directory of a path is also "
+            "put first in PATH, as activating a virtual environment does. Default: the launcher's "
+            "own interpreter, or that of the `conda` environment. Can be overridden per device "
+            "type or host."
         ),
     )
     conda: str | None = field(
         default=None,
         metadata=doc(
-            "Name or path of a conda environment that hosts activate first. A device type or "
-            "host may have another."
+            "Name or path of a conda environment that hosts activate first. Can be overridden per "
+            "device type or host."
         ),
     )
     preflight: bool = field(
         default=True,
         metadata=doc(
-            "Whether a run first looks at every host for what would make it fail, as "
-            "`action=check` does. The Python of a host over SSH is not asked again as long as "
-            "nothing there has changed; `action=check` asks it in any case."
+            "Whether a run first checks every host for problems, as `action=check` does. The "
+            "result of a host's Python environment is cached until the environment changes; "
+            "`action=check` ignores the cache."
         ),
     )
     per_node_task: bool = field(
         default=False,
         metadata=doc(
-            "FlagScale's: whether each host runs a job of its own. On one host that is so in any "
-            "case; refused with several, which do one job together."
+            "For compatibility with FlagScale: whether each host runs a job of its own. Refused "
+            "with several hosts, which always run one job together."
         ),
     )
     enable_monitoring: bool = field(
         default=True,
         metadata=doc(
-            "Of no effect, kept for configurations that have it: every run is watched by its own "
-            "agents, and no process of theirs outlives it."
+            "No effect, accepted for compatibility. Every run is monitored by its own agents, and "
+            "none of their processes outlives it."
         ),
     )
     hang_detection_timeout: float = field(
         default=1800.0,
         metadata=doc(
-            "Seconds in which no rank gets on, once all have joined, after which the job has "
-            "failed: its ranks write their stacks to their logs and the one that is behind is "
-            "named. Must be longer than the longest step, and for a program that reports nothing "
-            "but `progress`, than the time between two of those. Evaluations and checkpoints may "
-            "take four times as long, and half an hour in any case. 0: hangs are not looked for.",
+            "Seconds without progress on any rank, after all have joined, before the job is "
+            "considered hung. The ranks then write their stacks to their logs, the job fails, and "
+            "the rank that is behind is reported. Must be longer than the longest step, and for "
+            "an external program that reports only `progress`, longer than the time between two "
+            "reports. Evaluations and checkpoints may take four times as long, and at least half "
+            "an hour. 0 disables the detection.",
             minimum=0,
             maximum=LONGEST,
         ),
     )
     notify: Notify | None = None
-    """Who is told what becomes of the run; ``experiment.runner.notify``."""
+    """Notifications about the run: ``experiment.runner.notify``."""
     slurm: Slurm = field(default_factory=Slurm)
-    """What a job asks of Slurm; ``experiment.runner.slurm``."""
+    """Options of the Slurm job: ``experiment.runner.slurm``."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The section of an installed runner's own name, which that runner reads and checks."""
+    """Section named after an installed runner, which that runner reads and checks."""
     extra: Mapping[str, str | None] = field(default_factory=dict)
-    """Other keys, which torchrun gets as ``--key value``; None is a flag without a value."""
+    """Additional options of torchrun, ``--key value``; None is a flag without a value."""

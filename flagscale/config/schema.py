@@ -1,8 +1,9 @@
-"""The typed schema of an experiment: what a YAML may say, with the meaning of every key.
+"""Typed schema of an experiment: every key of a YAML, with its documentation.
 
-These frozen dataclasses are what the rest of the launcher works with. ``config.load`` fills them
-from a composed YAML and ``docs/configuration.md`` is generated from their fields, so a key's
-documentation lives here and nowhere else. A key that is null or missing takes the default.
+The rest of the launcher works with these frozen dataclasses. ``config.load`` fills them from a
+composed YAML. The pages of ``docs/reference/configuration/`` are generated from their fields, so
+the documentation of a key is here and nowhere else. A key that is null or missing takes the
+default.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.config import actions
+from flagscale.config.arguments.spec.train_arguments import TrainArguments
 from flagscale.config.documented import doc, documented
 from flagscale.config.runner_schema import NOTICES, Notify, Runner
 from flagscale.config.slurm_schema import Container, Slurm, SlurmType
@@ -29,14 +31,13 @@ __all__ = [
     "Container",
     "Environments",
     "Experiment",
+    "HostOverride",
     "Notify",
     "Options",
     "Runner",
     "Slurm",
     "SlurmType",
-    "Specific",
     "Task",
-    "Train",
     "doc",
     "documented",
 ]
@@ -45,7 +46,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 OWN_PROGRAM = PROJECT / "flagscale" / "train" / "train_gpt.py"
 BACKEND_DIRECTORY = Path("third_party") / "Megatron-LM"
 BACKEND_SOURCE = PROJECT / BACKEND_DIRECTORY
-"""Where the training backend's adapted source is."""
+"""Directory of the adapted source of the training backend."""
 
 SECTIONS = ("system", "model", "data")
 SPECIFIC_SECTIONS = ("device_type_specific", "node_specific")
@@ -55,24 +56,24 @@ TASK_BACKENDS = ("megatron",)
 
 @dataclass(frozen=True)
 class Task:
-    """What is run: ``experiment.task``."""
+    """Program of the ranks: ``experiment.task``."""
 
     entrypoint: Path = field(
         default=OWN_PROGRAM,
         metadata=doc(
-            "The training program: this project's own unless given, looked for in the working "
-            "directory, then in this project. A Python script that is another's (a Megatron-LM "
-            "checkout's `pretrain_gpt.py`) gets the same arguments, judged by its own parser. The "
-            "packages `flagscale` and `megatron` of the checkout it lies in come first for it. "
-            "FlagScale's `flagscale/train/hetero/train_gpt.py` is this project's own program, "
-            "which trains on unlike devices too.",
+            "Training program. Default: the program of this project. A relative path is looked up "
+            "in the working directory, then in this project. An external Python script (such as "
+            "`pretrain_gpt.py` of a Megatron-LM checkout) receives the same arguments and checks "
+            "them with its own parser; the packages `flagscale` and `megatron` of its checkout "
+            "take precedence. FlagScale's `flagscale/train/hetero/train_gpt.py` stands for the "
+            "program of this project, which also trains on heterogeneous devices.",
         ),
     )
     type: str = field(
         default="train",
         metadata=doc(
-            "`train`: the ranks run the training program, started by torchrun. `command`: each of "
-            "them runs `command`, on hosts that need no torch.",
+            "`train`: the ranks run the training program, started by torchrun. `command`: each "
+            "rank runs `command`, on hosts that need no torch.",
             choices=TASK_TYPES,
         ),
     )
@@ -80,12 +81,12 @@ class Task:
         default=(),
         metadata=doc(
             "With `type: command`, the program and its arguments: a list of words, or a text that "
-            "is split as a shell splits it, and in which nothing is filled in (`[bash, -c, 'echo "
-            "$RANK']` asks a shell). `python`, a first word that ends in `.py` (looked for as "
-            "`entrypoint` is) and `-m MODULE` are run by the host's Python. It runs once on every "
-            "host, or `runner.nproc_per_node` times, with `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, "
-            "`LOCAL_WORLD_SIZE`, `GROUP_RANK`, `MASTER_ADDR` and `MASTER_PORT` as torchrun gives "
-            "them.",
+            "is split as a shell splits it, without expansion (use `[bash, -c, 'echo $RANK']` for "
+            "a shell). `python`, a first word that ends in `.py` (looked up as `entrypoint` is) "
+            "and `-m MODULE` are run by the host's Python. The command runs once per host, or "
+            "`runner.nproc_per_node` times, with `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, "
+            "`LOCAL_WORLD_SIZE`, `GROUP_RANK`, `MASTER_ADDR` and `MASTER_PORT` set as torchrun "
+            "does.",
         ),
     )
     backend: str = field(
@@ -96,10 +97,10 @@ class Task:
         ),
     )
     external: bool = False
-    """Whether ``entrypoint`` is a program other than this project's own."""
+    """Whether ``entrypoint`` is a program other than this project's."""
     packages: tuple[Path, ...] = ()
-    """Where such a program's own packages are, if it lies in a checkout that has some: `flagscale`
-    and `megatron` mean those to it, not this project's."""
+    """Directories with packages of an external program's checkout. Its `flagscale` and `megatron`
+    are imported from there, not from this project."""
 
     @property
     def is_command(self) -> bool:
@@ -107,7 +108,7 @@ class Task:
 
     @property
     def program(self) -> str:
-        """What runs, for people."""
+        """Name of the program, for display."""
         return Path(self.command[0]).name if self.command else self.entrypoint.name
 
 
@@ -117,12 +118,12 @@ class Environments:
 
     common: Mapping[str, str] = field(default_factory=dict)
     by_type: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """``envs.device_type_specific.<type>``: wins over ``common``."""
+    """``envs.device_type_specific.<type>``: overrides ``common``."""
     by_host: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """``envs.node_specific.<host>``: wins over both."""
+    """``envs.node_specific.<host>``: overrides both."""
 
     def for_host(self, host: str, device_type: str | None) -> dict[str, str]:
-        """What a host's ranks get: common, then its device type's, then its own."""
+        """Return the variables of a host's ranks: common, of its device type, of the host."""
         merged = dict(self.common)
         merged.update(self.by_type.get(device_type, {}) if device_type else {})
         merged.update(self.by_host.get(host, {}))
@@ -134,44 +135,41 @@ class Commands:
     """Shell commands around the job on every host: ``experiment.cmds``."""
 
     before_start: str = field(
-        default="", metadata=doc("Run before the ranks start; a failure ends the run.")
+        default="",
+        metadata=doc(
+            "Shell command that runs on every host before the ranks start. If it fails, the run "
+            "ends."
+        ),
     )
     after_stop: str = field(
-        default="", metadata=doc("Run after the ranks have ended, however they did.")
+        default="",
+        metadata=doc(
+            "Shell command that runs on every host after the ranks have ended, whatever their "
+            "result."
+        ),
     )
 
 
 @dataclass(frozen=True)
-class Specific:
-    """What is different on the hosts of one device type, or on one host:
-    ``device_type_specific.<type>`` and ``node_specific.<host>`` at the YAML's top level."""
+class HostOverride:
+    """Settings of the hosts of one device type, or of one host: ``device_type_specific.<type>`` and
+    ``node_specific.<host>`` at the top level of the YAML."""
 
     build_dir: Path | None = field(
-        default=None, metadata=doc("This project's directory there, for `runner.build_dir`.")
+        default=None,
+        metadata=doc("Directory of this project on these hosts. Overrides `runner.build_dir`."),
     )
-    python: str | None = field(default=None, metadata=doc("The Python there, for `runner.python`."))
+    python: str | None = field(
+        default=None, metadata=doc("Python interpreter of these hosts. Overrides `runner.python`.")
+    )
     conda: str | None = field(
-        default=None, metadata=doc("The conda environment there, for `runner.conda`.")
+        default=None, metadata=doc("conda environment of these hosts. Overrides `runner.conda`.")
     )
     before_start: str | None = None
-    """``cmds.before_start``, in place of ``experiment.cmds.before_start``."""
+    """``cmds.before_start``: replaces ``experiment.cmds.before_start``."""
     after_stop: str | None = None
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the training program, in sections or not, as in ``train``; null takes the
-    argument away."""
-
-
-@dataclass(frozen=True)
-class Train:
-    """The training program's arguments: ``train``. Plain nested dicts, as the YAML has them."""
-
-    system: Mapping[str, Any] = field(default_factory=dict)
-    model: Mapping[str, Any] = field(default_factory=dict)
-    data: Mapping[str, Any] = field(default_factory=dict)
-
-    def sections(self) -> dict[str, Any]:
-        """The three sections as one dict, in the order in which their arguments are passed."""
-        return {name: getattr(self, name) for name in SECTIONS}
+    arguments: TrainArguments = field(default_factory=TrainArguments)
+    """Arguments of the training program; an explicit null removes an argument."""
 
 
 @dataclass(frozen=True)
@@ -192,39 +190,41 @@ class Experiment:
 
     name: str = field(
         metadata=doc(
-            "Name of the experiment; a word for people, also used in W&B. At most 255 bytes of "
+            "Name of the experiment, for display and for Weights & Biases. At most 255 bytes of "
             "printable text.",
             key="exp_name",
         )
     )
     exp_dir: Path = field(
         metadata=doc(
-            "Directory of everything that the experiment writes: scripts, logs, checkpoints. It "
-            "and its `logs` are made for your eyes alone (mode 0700), whatever your umask; one "
-            "that is there already keeps its mode. To share checkpoints, save them elsewhere "
-            "(`save` and `load` under `train.system.checkpoint`), or `chmod` this directory, "
-            "which leaves `logs` private."
+            "Directory for everything that the experiment writes: scripts, logs, checkpoints. The "
+            "launcher creates it and its `logs` with mode 0700, regardless of your umask; an "
+            "existing directory keeps its mode. To share checkpoints, save them elsewhere (`save` "
+            "and `load` under `train.system.checkpoint`), or `chmod` this directory, which leaves "
+            "`logs` private."
         )
     )
     task: Task
     runner: Runner
     envs: Environments
     cmds: Commands
-    train: Train
     config_file: Path
-    """The YAML that the user named."""
-    by_type: Mapping[str, Specific] = field(default_factory=dict)
-    """``device_type_specific``: wins over ``train`` and the like."""
-    by_host: Mapping[str, Specific] = field(default_factory=dict)
-    """``node_specific``: wins over ``by_type``."""
+    """YAML that the user named."""
+    train: TrainArguments = field(default_factory=TrainArguments)
+    """Arguments of the training program: ``train``, parsed. None are read for commands on existing
+    runs."""
+    by_type: Mapping[str, HostOverride] = field(default_factory=dict)
+    """``device_type_specific``: overrides the settings of all hosts."""
+    by_host: Mapping[str, HostOverride] = field(default_factory=dict)
+    """``node_specific``: overrides ``by_type``."""
     overrides: tuple[str, ...] = ()
     """Hydra overrides, as the user typed them."""
     resolved: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The whole composed configuration, interpolations resolved, as plain data. May hold
-    secrets: see ``config.secrets.redact``."""
+    """Composed configuration with interpolations resolved, as plain data. It may contain secrets
+    (see ``config.secrets.redact``)."""
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
-    """Where a dotted key stands: ``file:line`` or ``override``."""
+    """Place of each dotted key: ``file:line`` or ``override``."""
     idle: tuple[str, ...] = field(default=(), compare=False)
-    """Keys of the user's own from which no other takes its value."""
+    """Additional keys of the user that no interpolation refers to."""
     filled: tuple[str, ...] = field(default=(), compare=False)
-    """Arguments that the model to start from has given."""
+    """Arguments taken from the config.json of the pretrained model."""

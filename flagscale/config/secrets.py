@@ -53,7 +53,7 @@ _PLAIN_TOKEN_WORDS = frozenset(f"{kind}token" for kind in (*_PLAIN_TOKENS, "de",
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a variable's or key's name looks like a secret's.
+    """Return whether the name of a variable or key suggests a secret.
 
     ``HF_TOKEN``, ``WANDB_API_KEY``, ``AWS_SECRET_ACCESS_KEY``, ``DB_PASSWORD``, ``SSHPASS``,
     ``MYAUTH`` and ``GIT_PAT`` do; words of language models (``eod_token``, ``tokenizer_path``,
@@ -76,8 +76,8 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Whether a value is one that must not be written down: by its name, or since it is or holds
-    an address with a password or a token, ``scheme://user:password@host?token=…``."""
+    """Return whether a value must not be written down: because of its name, or because it is or
+    contains an address with a password or token, ``scheme://user:password@host?token=…``."""
     if isinstance(value, (list, tuple)):
         return any(is_secret(name, item) for item in value)
     if not isinstance(value, str) or not value:

@@ -1,22 +1,21 @@
-"""A composed configuration as text for people, its secrets hidden."""
+"""A composed configuration as text, its secrets hidden."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flagscale.config.arguments.values import did_you_mean
+from omegaconf import DictConfig, OmegaConf
+
+from flagscale.config.arguments.spec.values import did_you_mean
 from flagscale.config.compose import composed
-from flagscale.config.resolve import resolve
+from flagscale.config.interpolation import resolve_interpolations
 from flagscale.config.secrets import HIDDEN, redact, redact_overrides
 from flagscale.config.sources import Sources
 from flagscale.errors import ConfigError
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
-
-def shown(
+def show_config(
     sources: Sources, part: str, *, package: str | None = None, resolved: bool = False
 ) -> tuple[str, bool]:
     """A part of a configuration as YAML, and whether something in it was hidden: the experiment's
@@ -28,51 +27,49 @@ def shown(
     if problems:
         raise ConfigError(problems)
     hydra = config.pop("hydra")
-    found = _hydras_own(hydra) if part != "job" else {}
+    content = _hydra_section(hydra) if part != "job" else {}
     if part != "hydra":
-        found |= resolve(config, sources) if resolved else _plain(config)
-    text = _text(_select(redact(found), package), package)
+        content |= resolve_interpolations(config, sources) if resolved else _to_plain(config)
+    text = _to_yaml(_select_package(redact(content), package), package)
     return text, HIDDEN in text
 
 
-def _plain(config: DictConfig) -> dict[Any, Any]:
-    from omegaconf import OmegaConf
+def _to_plain(config: DictConfig) -> dict[Any, Any]:
 
-    found: Any = OmegaConf.to_container(config)
-    return dict(found)
+    content: Any = OmegaConf.to_container(config)
+    return dict(content)
 
 
-def _hydras_own(config: DictConfig) -> dict[Any, Any]:
+def _hydra_section(config: DictConfig) -> dict[Any, Any]:
     """Hydra keeps the overrides as they were typed, and in one piece for names of directories."""
-    found = _plain(config)
-    overrides = redact_overrides(found["overrides"]["task"])
-    found["overrides"]["task"] = overrides
-    found["job"]["override_dirname"] = ",".join(overrides)
-    return {"hydra": found}
+    section = _to_plain(config)
+    overrides = redact_overrides(section["overrides"]["task"])
+    section["overrides"]["task"] = overrides
+    section["job"]["override_dirname"] = ",".join(overrides)
+    return {"hydra": section}
 
 
-def _select(data: dict[Any, Any], package: str | None) -> Any:
-    found: Any = data
+def _select_package(data: dict[Any, Any], package: str | None) -> Any:
+    content: Any = data
     for name in package.split(".") if package and package != "_global_" else ():
-        known = [str(key) for key in found] if isinstance(found, dict) else []
-        if name not in known:
-            raise ConfigError(f"--package {package}: no {name!r} there{did_you_mean(name, known)}")
-        found = found[name]
-    return found
+        names = [str(key) for key in content] if isinstance(content, dict) else []
+        if name not in names:
+            raise ConfigError(f"--package {package}: no {name!r} there{did_you_mean(name, names)}")
+        content = content[name]
+    return content
 
 
-def _text(found: Any, package: str | None) -> str:
-    from omegaconf import OmegaConf
+def _to_yaml(content: Any, package: str | None) -> str:
 
-    if not isinstance(found, (dict, list)):
-        return f"{found}\n"
+    if not isinstance(content, (dict, list)):
+        return f"{content}\n"
     head = f"# @package {package}\n" if package else ""
-    return head + OmegaConf.to_yaml(found)
+    return head + OmegaConf.to_yaml(content)
 
 
-def groups(directory: Path) -> dict[str, list[str]]:
+def config_groups(directory: Path) -> dict[str, list[str]]:
     """The config groups in a directory and what there is to choose in each."""
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for path in sorted(directory.glob("*/*.yaml")):
-        found.setdefault(path.parent.name, []).append(path.stem)
-    return found
+        groups.setdefault(path.parent.name, []).append(path.stem)
+    return groups

@@ -1,4 +1,4 @@
-"""``experiment.runner.slurm``: what a job asks of Slurm. Part of :mod:`.schema`."""
+"""Schema of ``experiment.runner.slurm``: options of a Slurm job and its container."""
 
 from __future__ import annotations
 
@@ -10,99 +10,107 @@ from flagscale.config.documented import doc
 
 RUNTIMES = ("pyxis", "apptainer", "singularity")
 MOST_NODES = 65_536
-"""Of a cluster of Slurm's."""
+"""Maximum number of nodes of a Slurm cluster."""
 
 
 @dataclass(frozen=True)
 class Container:
-    """The container that a job's nodes run in: ``experiment.runner.slurm.container``. The script of
-    each node runs in it, its agent and its ranks too; the image needs bash and a Python."""
+    """Container of each node: ``experiment.runner.slurm.container``. The script, the agent and the
+    ranks of a node run in it; the image needs bash and Python."""
 
     image: str = field(
         default="",
         metadata=doc(
-            "The image, as the runtime writes it: `/shared/train.sqsh` or `nvcr.io#nvidia/pytorch` "
-            "for Pyxis, `/shared/train.sif` or `docker://...` for Apptainer. Its Python is "
-            "`runner.python`, `python3` without it."
+            "Container image, in the notation of the runtime: `/shared/train.sqsh` or "
+            "`nvcr.io#nvidia/pytorch` for Pyxis, `/shared/train.sif` or `docker://...` for "
+            "Apptainer. Its Python is `runner.python`, by default `python3`."
         ),
     )
     runtime: str = field(
         default="pyxis",
         metadata=doc(
-            "Who makes the container: `pyxis`, a plug-in of Slurm's that srun is told by options; "
-            "`apptainer` or `singularity`, commands that the nodes have.",
+            "Container runtime: `pyxis`, a Slurm plug-in that is configured by options of srun; "
+            "`apptainer` or `singularity`, which must be installed on the nodes.",
             choices=RUNTIMES,
         ),
     )
     mounts: tuple[str, ...] = field(
         default=(),
         metadata=doc(
-            "What of the nodes is there too: `/data`, `/data:/mnt/data` or `/data:/data:ro`. "
-            "`exp_dir`, `log_dir`, this project (unless `runner.build_dir` says where the image "
-            "has it) and the working directory are, under their own names."
+            "Directories of the nodes to mount: `/data`, `/data:/mnt/data` or `/data:/data:ro`. "
+            "`exp_dir`, `log_dir`, the working directory and this project (unless "
+            "`runner.build_dir` is its path in the image) are always mounted under their own "
+            "paths."
         ),
     )
     workdir: str | None = field(
         default=None,
         metadata=doc(
-            "The ranks' working directory in the container. Without it: the one in which the "
-            "launcher is called."
+            "Working directory of the ranks in the container. Default: the directory in which the "
+            "launcher is started."
         ),
     )
     options: tuple[str, ...] = field(
         default=(),
         metadata=doc(
-            "Further words for the runtime: `[--nv]` for Apptainer with NVIDIA's GPUs, "
-            "`[--no-container-mount-home]` for Pyxis. Processes must see those of the node: none "
-            "that makes a PID namespace."
+            "Additional options for the runtime, such as `[--nv]` for Apptainer with NVIDIA GPUs "
+            "or `[--no-container-mount-home]` for Pyxis. Options that create a PID namespace are "
+            "not supported, because agents must see the processes of the node."
         ),
     )
 
 
 @dataclass(frozen=True)
 class SlurmType:
-    """What the nodes of one device type are asked for by:
-    ``experiment.runner.slurm.device_type_specific.<type>``. What is not given is as for all."""
+    """Requests for the nodes of one device type:
+    ``experiment.runner.slurm.device_type_specific.<type>``. Missing keys have the common value."""
 
     nodes: int | None = field(
         default=None,
         metadata=doc(
-            "How many of this type. With a hostfile its lines say it.",
+            "Number of nodes of this type. With a hostfile, its lines determine the number.",
             minimum=1,
             maximum=MOST_NODES,
         ),
     )
-    partition: str | None = field(default=None, metadata=doc("Their partition."))
-    gpus_per_node: str | None = field(default=None, metadata=doc("GPUs of each of them."))
-    mem: str | None = field(default=None, metadata=doc("Memory of each of them."))
-    constraint: str | None = field(default=None, metadata=doc("Features that they must have."))
-    reservation: str | None = field(default=None, metadata=doc("Their reservation."))
+    partition: str | None = field(default=None, metadata=doc("Partition of these nodes."))
+    gpus_per_node: str | None = field(default=None, metadata=doc("GPUs per node."))
+    mem: str | None = field(default=None, metadata=doc("Memory per node."))
+    constraint: str | None = field(
+        default=None, metadata=doc("Features that these nodes must have.")
+    )
+    reservation: str | None = field(default=None, metadata=doc("Reservation of these nodes."))
 
 
 @dataclass(frozen=True)
 class Slurm:
-    """What the job of a run asks for: ``experiment.runner.slurm``. Texts reach sbatch as they are,
+    """Options of a run's job: ``experiment.runner.slurm``. Values are passed to sbatch unchanged,
     each as one word ``--option=value``."""
 
     partition: str | None = field(
-        default=None, metadata=doc("Partition, or several with commas. Without it: Slurm's own.")
+        default=None,
+        metadata=doc(
+            "Partition, or several separated by commas. Default: the default partition of the "
+            "cluster."
+        ),
     )
-    account: str | None = field(default=None, metadata=doc("Account that pays for the job."))
+    account: str | None = field(default=None, metadata=doc("Account to charge."))
     qos: str | None = field(default=None, metadata=doc("Quality of service."))
     time: str | None = field(
         default=None,
         metadata=doc(
-            "Time limit, as Slurm writes it: `30` (minutes), `2:00:00`, `1-12` (days and hours). "
-            "`stop_grace` and half a minute before its end the job is told to save a checkpoint "
-            "and to end, so it must be longer than that. Without it: the partition's."
+            "Time limit in Slurm's notation: `30` (minutes), `2:00:00`, `1-12` (days and hours). "
+            "`stop_grace` plus 30 seconds before the limit, the job is signalled to save a "
+            "checkpoint and exit, so the limit must be longer than that. Default: the limit of "
+            "the partition."
         ),
     )
     nodes: int | None = field(
         default=None,
         metadata=doc(
-            "Number of nodes; the same as `runner.nnodes`. With a hostfile the job is on its "
-            "hosts, whose names are then Slurm's, in the order of the hostfile. Without: on the "
-            "nodes that Slurm gives it, in Slurm's order.",
+            "Number of nodes, equivalent to `runner.nnodes`. With a hostfile, the job is "
+            "submitted to exactly its hosts, in the order of the hostfile; their names must be "
+            "Slurm node names. Otherwise Slurm chooses the nodes and their order.",
             minimum=1,
             maximum=MOST_NODES,
         ),
@@ -110,50 +118,55 @@ class Slurm:
     gpus_per_node: str | None = field(
         default=None,
         metadata=doc(
-            "GPUs of each node, as sbatch's `--gpus-per-node`: `8` or `h100:8`. Without "
-            "`nproc_per_node` training has as many ranks, a command one."
+            "GPUs per node, as in sbatch's `--gpus-per-node`: `8` or `h100:8`. If "
+            "`nproc_per_node` is not set, training starts one rank per GPU, and a command runs "
+            "once per node."
         ),
     )
     cpus_per_task: int | None = field(
         default=None,
         metadata=doc(
-            "CPUs of each node: all ranks of a node are one task of Slurm's. Without it: all of a "
-            "node that is the job's alone (`exclusive`), one of a node that is shared.",
+            "CPUs per node, because all ranks of a node are one Slurm task. Default: all CPUs of "
+            "an exclusive node (`exclusive`), one CPU of a shared node.",
             minimum=1,
         ),
     )
     mem: str | None = field(
-        default=None, metadata=doc("Memory of each node, as sbatch's `--mem`: `0` is all of it.")
+        default=None,
+        metadata=doc(
+            "Memory per node, as in sbatch's `--mem`. `0` requests all memory of the node."
+        ),
     )
     exclusive: bool = field(
-        default=True, metadata=doc("Whether no other job may be on the nodes meanwhile.")
+        default=True,
+        metadata=doc("Whether the nodes are allocated exclusively, without other jobs."),
     )
     constraint: str | None = field(
-        default=None, metadata=doc("Features that nodes must have: `a100&nvlink`.")
+        default=None, metadata=doc("Features that nodes must have, such as `a100&nvlink`.")
     )
     reservation: str | None = field(default=None, metadata=doc("Reservation to use."))
     dependency: str | None = field(
         default=None,
         metadata=doc(
-            "What the job waits for, as sbatch's `--dependency`: `afterok:1234`. A job whose "
-            "condition cannot come true any more is cancelled."
+            "Condition for the start of the job, as in sbatch's `--dependency`: `afterok:1234`. "
+            "The job is cancelled if the condition can no longer be met."
         ),
     )
     requeue: int = field(
         default=0,
         metadata=doc(
-            "How often Slurm may start the job again: after a preemption, at its time limit, or "
-            "when somebody requeues it. It goes on from its last checkpoint, as the same run. What "
-            "fails by itself is not started again (`max_restarts` is for that).",
+            "How often Slurm may restart the job: after a preemption, at its time limit, or when "
+            "it is requeued by hand. The job continues from its last checkpoint, as the same run. "
+            "A job that fails by itself is not requeued; use `max_restarts` for that.",
             minimum=0,
         ),
     )
     by_type: Mapping[str, SlurmType] = field(default_factory=dict)
-    """``device_type_specific``: what is asked for unlike nodes, in one heterogeneous job."""
+    """``device_type_specific``: requests per device type, in one heterogeneous job."""
     container: Container | None = None
-    """What nodes run in; ``experiment.runner.slurm.container``."""
+    """Container of the nodes: ``experiment.runner.slurm.container``."""
     extra: Mapping[str, str | None] = field(default_factory=dict)
-    """Other options of sbatch by their long names; None is one without a value."""
+    """Additional options of sbatch by their long names; None is an option without a value."""
 
 
 TYPED = {
@@ -199,7 +212,7 @@ TYPED = {
     "version": "`sbatch --version` prints it",
     "usage": "`sbatch --usage` prints it",
 }
-"""Options of sbatch that ``extra`` cannot give, and what to do instead."""
+"""Options of sbatch that ``extra`` cannot set, with the replacement of each."""
 
 OTHERS = (
     *("acctg_freq", "batch", "bb", "bbf", "begin", "burst_buffer", "cluster_constraint"),
@@ -214,26 +227,30 @@ OTHERS = (
     *("time_min", "tmp", "tres_bind", "tres_per_task", "uid", "umask", "use_min_nodes"),
     *("verbose", "wckey", "x11"),
 )
-"""Options of sbatch, up to Slurm 25.05, that are given in ``extra``; a newer one is, too."""
+"""Options of sbatch up to Slurm 25.05 that ``extra`` can set, in addition to newer ones."""
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
 
 def seconds(time: str) -> int | None:
-    """A time limit of Slurm's in seconds; None for one that never comes, as 0 is. Raises
-    :class:`ValueError` for what is none: ``minutes``, ``minutes:seconds``, ``h:m:s``, ``d-h``,
-    ``d-h:m`` and ``d-h:m:s`` are."""
+    """Convert a Slurm time limit to seconds; None means no limit, as 0 does.
+
+    Accepts ``minutes``, ``minutes:seconds``, ``h:m:s``, ``d-h``, ``d-h:m`` and ``d-h:m:s``.
+
+    Raises:
+        ValueError: for any other text.
+    """
     if time.lower() in ("infinite", "unlimited", "-1"):
         return None
-    found = _TIME.fullmatch(time)
-    if found is None:
+    match = _TIME.fullmatch(time)
+    if match is None:
         raise ValueError(time)
-    days, *given = found.groups()
-    numbers = [int(number) for number in given if number is not None]
+    days, *parts = match.groups()
+    numbers = [int(number) for number in parts if number is not None]
     if days is not None:
-        hours, minutes, rest = (*numbers, 0, 0)[:3]
+        hours, minutes, remainder = (*numbers, 0, 0)[:3]
     elif len(numbers) == 3:
-        hours, minutes, rest = numbers
+        hours, minutes, remainder = numbers
     else:
-        hours, minutes, rest = (0, *numbers, 0)[:3]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + rest or None
+        hours, minutes, remainder = (0, *numbers, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + remainder or None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flagscale.config.arguments.spec import Argument
+from flagscale.config.arguments.spec.argument import Argument
 from flagscale.config.runner_schema import LONGEST
 
 _TEXTS = (

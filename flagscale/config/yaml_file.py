@@ -1,8 +1,8 @@
-"""Reading one YAML file for what composing it loses: its lines, its text, its mistakes.
+"""Reading a YAML file for the information that composing loses: lines, texts and syntax errors.
 
-Hydra and OmegaConf read the values. This module reads the same file first, as nodes, so that a
-tab, a duplicate key or an anchor that contains itself is one clear message, and so that later
-messages can name a file and a line.
+Hydra and OmegaConf read the values. This module reads the same file first, as nodes, so that a tab,
+a duplicate key or an anchor that contains itself gives one clear message, and later messages can
+name file and line.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from flagscale.config.arguments.values import shown
+from flagscale.config.arguments.spec.values import format_value
 from flagscale.errors import ConfigError, Problem
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -29,7 +29,7 @@ _MAX_DEPTH = 32
 
 
 @dataclass(frozen=True)
-class Leaf:
+class YamlLeaf:
     """A value's place and text. ``text`` is None for what is no scalar, ``items`` has the texts of
     a list of scalars."""
 
@@ -38,7 +38,7 @@ class Leaf:
     items: tuple[str, ...] = ()
 
 
-def short(path: Path) -> str:
+def short_path(path: Path) -> str:
     """A path as messages show it: relative when it lies below the working directory."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
@@ -54,9 +54,9 @@ class YamlFile:
     """What a ``# @package`` line says."""
 
     @cached_property
-    def leaves(self) -> dict[str, Leaf]:
+    def leaves(self) -> dict[str, YamlLeaf]:
         """Every key, sections too, by its dotted path inside the file."""
-        return dict(_leaves(self.root, ""))
+        return dict(_iter_leaves(self.root, ""))
 
     @cached_property
     def defaults(self) -> list[Any]:
@@ -65,39 +65,39 @@ class YamlFile:
             return []
         for key, value in self.root.value:
             if key.value == "defaults" and isinstance(value, yaml.SequenceNode):
-                return [_plain(item) for item in value.value]
+                return [_to_plain(item) for item in value.value]
         return []
 
 
-def read(path: Path) -> YamlFile:
+def read_yaml(path: Path) -> YamlFile:
     """Reads and checks a file. Raises ConfigError naming file and line."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{short(path)}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{short_path(path)}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{short(path)}:{line}: not UTF-8 text") from error
+        raise ConfigError(f"{short_path(path)}:{line}: not UTF-8 text") from error
     try:
         _check_depth(path, text)
         root = yaml.compose(text, Loader=_LOADER)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(_syntax_problem(path, text, error)) from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{short(path)}: {error}") from error
+        raise ConfigError(f"{short_path(path)}: {error}") from error
     problems = list(_node_problems(path, root))
     if problems:
         raise ConfigError(problems)
-    return YamlFile(path, root, _package(text))
+    return YamlFile(path, root, _package_of(text))
 
 
 def _check_depth(path: Path, text: str) -> None:
     """Raises ConfigError for what nests too deep, before anything that recurses sees it."""
-    if (line := _too_deep_at(text)) is not None:
-        raise ConfigError(_too_deep(path, "", line))
+    if (line := _find_deep_line(text)) is not None:
+        raise ConfigError(_depth_problem(path, "", line))
 
 
-def _too_deep_at(text: str) -> int | None:
+def _find_deep_line(text: str) -> int | None:
     """The line in which a text nests too deep; None where it does nowhere."""
     depth = 0
     for event in yaml.parse(text, Loader=_LOADER):
@@ -110,18 +110,18 @@ def _too_deep_at(text: str) -> int | None:
     return None
 
 
-def _too_deep(path: Path, key: str, line: int) -> Problem:
+def _depth_problem(path: Path, key: str, line: int) -> Problem:
     message = f"nests deeper than {_MAX_DEPTH} levels"
-    return Problem(key, message, f"{short(path)}:{line}")
+    return Problem(key, message, f"{short_path(path)}:{line}")
 
 
-def _package(text: str) -> str | None:
+def _package_of(text: str) -> str | None:
     for line in text.splitlines():
         if line and not line.startswith("#"):
             return None
-        found = _PACKAGE.match(line)
-        if found:
-            return found.group(1)
+        match = _PACKAGE.match(line)
+        if match:
+            return match.group(1)
     return None
 
 
@@ -133,18 +133,22 @@ def _syntax_problem(path: Path, text: str, error: yaml.MarkedYAMLError) -> Probl
         line = lines[at] if 0 <= at < len(lines) else ""
         if "\t" in line[: len(line) - len(line.lstrip())]:
             message = "a tab indents this line; YAML allows spaces only"
-            return Problem("", message, f"{short(path)}:{at + 1}")
+            return Problem("", message, f"{short_path(path)}:{at + 1}")
     what = ": ".join(part for part in (error.context, error.problem) if part)
-    return Problem("", f"not valid YAML: {what}", f"{short(path)}:{number + 1}")
+    return Problem("", f"not valid YAML: {what}", f"{short_path(path)}:{number + 1}")
 
 
 def _node_problems(path: Path, root: yaml.Node | None) -> Iterator[Problem]:
     """Duplicate keys, anchors that contain themselves, aliases that nest too deep, and what is no
     section at the top, walking every node once a use."""
     if root is not None and not isinstance(root, yaml.MappingNode):
-        found = "a list" if isinstance(root, yaml.SequenceNode) else f"only {shown(root.value)}"
+        problems = (
+            "a list" if isinstance(root, yaml.SequenceNode) else f"only {format_value(root.value)}"
+        )
         line = root.start_mark.line + 1
-        yield Problem("", f"expected keys with values, found {found}", f"{short(path)}:{line}")
+        yield Problem(
+            "", f"expected keys with values, found {problems}", f"{short_path(path)}:{line}"
+        )
         return
     stack: list[tuple[yaml.Node, str, frozenset[int]]] = [(root, "", frozenset())] if root else []
     for _ in range(_MAX_NODES):
@@ -153,35 +157,37 @@ def _node_problems(path: Path, root: yaml.Node | None) -> Iterator[Problem]:
         node, key, above = stack.pop()
         if id(node) in above:
             message = "an anchor contains an alias of itself"
-            yield Problem(key.rstrip("."), message, f"{short(path)}:{node.start_mark.line + 1}")
+            yield Problem(
+                key.rstrip("."), message, f"{short_path(path)}:{node.start_mark.line + 1}"
+            )
             continue
         if len(above) > _MAX_DEPTH:
-            yield _too_deep(path, key.split(".")[0], node.start_mark.line + 1)
+            yield _depth_problem(path, key.split(".")[0], node.start_mark.line + 1)
             return
         inner = above | {id(node)}
         if isinstance(node, yaml.MappingNode):
-            yield from _duplicates(path, node, key)
+            yield from _duplicate_keys(path, node, key)
             stack += [(value, f"{key}{name.value}.", inner) for name, value in node.value]
         elif isinstance(node, yaml.SequenceNode):
             stack += [(value, key, inner) for value in node.value]
     if stack:
         message = f"more than {_MAX_NODES} values, those that an alias stands for counted each time"
-        yield Problem("", message, short(path))
+        yield Problem("", message, short_path(path))
 
 
-def _duplicates(path: Path, node: yaml.MappingNode, key: str) -> Iterator[Problem]:
-    seen: dict[str, int] = {}
+def _duplicate_keys(path: Path, node: yaml.MappingNode, key: str) -> Iterator[Problem]:
+    first_lines: dict[str, int] = {}
     for name, _ in node.value:
         if not isinstance(name, yaml.ScalarNode) or name.value == "<<":
             continue
         line = name.start_mark.line + 1
-        if name.value in seen:
-            message = f"duplicate key, first given in line {seen[name.value]}"
-            yield Problem(f"{key}{name.value}", message, f"{short(path)}:{line}")
-        seen.setdefault(name.value, line)
+        if name.value in first_lines:
+            message = f"duplicate key, first given in line {first_lines[name.value]}"
+            yield Problem(f"{key}{name.value}", message, f"{short_path(path)}:{line}")
+        first_lines.setdefault(name.value, line)
 
 
-def _leaves(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, Leaf]]:
+def _iter_leaves(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, YamlLeaf]]:
     if not isinstance(node, yaml.MappingNode):
         return
     # A merged mapping comes first, since keys beside it win over its own.
@@ -189,32 +195,32 @@ def _leaves(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, Leaf]]:
         line = name.start_mark.line + 1
         if name.value == "<<":
             for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                yield from _leaves(merged, prefix)
+                yield from _iter_leaves(merged, prefix)
             continue
         text = value.value if isinstance(value, yaml.ScalarNode) else None
-        yield f"{prefix}{name.value}", Leaf(line, text, _items(value))
-        yield from _leaves(value, f"{prefix}{name.value}.")
+        yield f"{prefix}{name.value}", YamlLeaf(line, text, _item_texts(value))
+        yield from _iter_leaves(value, f"{prefix}{name.value}.")
 
 
-def _items(node: yaml.Node | None) -> tuple[str, ...]:
+def _item_texts(node: yaml.Node | None) -> tuple[str, ...]:
     """The texts of a list's items; none where one is no scalar, or null."""
     items = node.value if isinstance(node, yaml.SequenceNode) else []
     scalars = all(isinstance(item, yaml.ScalarNode) and item.tag != _NULL for item in items)
     return tuple(item.value for item in items) if scalars else ()
 
 
-def items_of(text: str) -> tuple[str, ...]:
+def parse_item_texts(text: str) -> tuple[str, ...]:
     """The same of a list that is written in one text, such as ``[a, 1e-4]``."""
     try:
-        return () if _too_deep_at(text) else _items(yaml.compose(text, Loader=_LOADER))
+        return () if _find_deep_line(text) else _item_texts(yaml.compose(text, Loader=_LOADER))
     except yaml.YAMLError:
         return ()
 
 
-def _plain(node: yaml.Node) -> Any:
+def _to_plain(node: yaml.Node) -> Any:
     """A defaults list's entry as plain data; scalars stay text, null is None."""
     if isinstance(node, yaml.MappingNode):
-        return {_plain(key): _plain(value) for key, value in node.value}
+        return {_to_plain(key): _to_plain(value) for key, value in node.value}
     if isinstance(node, yaml.SequenceNode):
-        return [_plain(item) for item in node.value]
+        return [_to_plain(item) for item in node.value]
     return None if node.tag == _NULL else node.value

@@ -1,4 +1,4 @@
-"""A small experiment on disk, which tests change and load."""
+"""Fixture with a small experiment on disk that tests edit and load."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ data:
 
 
 class Workspace:
-    """A directory with ``conf/train.yaml``, ``conf/train/tiny.yaml`` and data."""
+    """Directory with ``conf/train.yaml``, ``conf/train/tiny.yaml`` and data."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -83,7 +83,7 @@ class Workspace:
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     monkeypatch.chdir(tmp_path)
-    # Of a clone in which everything was set up, whether this one is such or not.
+    # Act as a clone whose backend sources are set up, whether or not this one is.
     monkeypatch.setattr(schema, "BACKEND_SOURCE", tmp_path / "third_party")
     (tmp_path / "third_party" / "megatron" / "core").mkdir(parents=True)
     return Workspace(tmp_path)

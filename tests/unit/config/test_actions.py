@@ -1,4 +1,4 @@
-"""The table of actions: what is in it, and that a row is all that an action needs."""
+"""Table of actions: its contents, and that one row is enough to add an action."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 PROJECT = Path(__file__).resolve().parents[3]
 
-# A row with an experiment, one without, and their functions: nothing else knows of them.
-OUTSIDE = """\
+# Program that adds one action with an experiment and one without, as a plugin would.
+PLUGIN_PROGRAM = """\
 import json, sys
 from flagscale.config.actions import ACTIONS, Action
 
@@ -42,24 +42,24 @@ if __name__ == "__main__":
     door = {"flagscale": cli, "run.py": entry}[sys.argv[1]]
     door.main(sys.argv[2:])
 """
-PLACE = ("--config-path", "conf", "--config-name", "train")
+CONFIG_FLAGS = ("--config-path", "conf", "--config-name", "train")
 
 
 @pytest.mark.parametrize("action", ACTIONS.values(), ids=ACTIONS)
-def test_a_row_is_whole(action: Action) -> None:
+def test_action_row_is_complete(action: Action) -> None:
     module, _, name = action.function.partition(":")
     assert callable(getattr(import_module(module), name))
     assert set(action.options) <= set(OPTIONS)
     assert "\n" not in action.help
 
 
-def test_every_option_is_taken_and_typed() -> None:
-    taken = {name for action in ACTIONS.values() for name in action.options}
-    assert taken == set(OPTIONS) == set(documented(Options)) - {"action"}
+def test_every_option_is_used_and_typed() -> None:
+    options = {name for action in ACTIONS.values() for name in action.options}
+    assert options == set(OPTIONS) == set(documented(Options)) - {"action"}
 
 
-def _outside(workspace: Workspace, *argv: str) -> subprocess.CompletedProcess[str]:
-    workspace.write("outside.py", OUTSIDE)
+def _run_plugin_program(workspace: Workspace, *argv: str) -> subprocess.CompletedProcess[str]:
+    workspace.write("outside.py", PLUGIN_PROGRAM)
     return subprocess.run(
         [sys.executable, "outside.py", *argv],
         cwd=workspace.root,
@@ -74,7 +74,10 @@ def _outside(workspace: Workspace, *argv: str) -> subprocess.CompletedProcess[st
     ("argv", "code", "printed"),
     [
         pytest.param(
-            ("run.py", *PLACE, "action=ping", "rank=3"), 7, ["pong", "demo", 3, False], id="run.py"
+            ("run.py", *CONFIG_FLAGS, "action=ping", "rank=3"),
+            7,
+            ["pong", "demo", 3, False],
+            id="run.py",
         ),
         pytest.param(
             ("flagscale", "ping", "conf/train.yaml", "--json", "--rank", "0"),
@@ -85,18 +88,18 @@ def _outside(workspace: Workspace, *argv: str) -> subprocess.CompletedProcess[st
         pytest.param(("flagscale", "hosts", "--json"), 8, ["hosts", True], id="no-experiment"),
     ],
 )
-def test_an_action_from_outside(
+def test_plugin_action_runs(
     workspace: Workspace, argv: tuple[str, ...], code: int, printed: list[object]
 ) -> None:
-    # Of no interest to an action that only finds a run: the row's purpose is heard.
+    # Arguments are not checked, because the purpose in the row is to find a run.
     workspace.replace("conf/train/tiny.yaml", "num_layers: 4", "num_layres: 4")
-    done = _outside(workspace, *argv)
-    assert (done.returncode, done.stderr) == (code, "")
-    assert json.loads(done.stdout) == printed
+    result = _run_plugin_program(workspace, *argv)
+    assert (result.returncode, result.stderr) == (code, "")
+    assert json.loads(result.stdout) == printed
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "expected"),
     [
         pytest.param(("run.py", "--help"), "\nping say pong (json=true, rank=0)\n", id="run.py"),
         pytest.param(("flagscale", "--help"), "\nping say pong\n", id="flagscale"),
@@ -104,19 +107,21 @@ def test_an_action_from_outside(
         pytest.param(("flagscale", "ping", "--help"), "--rank RANK only this rank's", id="options"),
         pytest.param(("flagscale", "explain", "action"), "`ping`: say pong.", id="explain"),
         pytest.param(("flagscale", "explain", "rank"), "`logs` and `ping`: only", id="takers"),
-        pytest.param(("run.py", *PLACE, "action=pin"), "did you mean 'ping'?", id="near"),
-        pytest.param(("run.py", *PLACE, "action=hosts"), "logs, stop, ping, found", id="choices"),
+        pytest.param(("run.py", *CONFIG_FLAGS, "action=pin"), "did you mean 'ping'?", id="near"),
+        pytest.param(
+            ("run.py", *CONFIG_FLAGS, "action=hosts"), "logs, stop, ping, found", id="choices"
+        ),
         pytest.param(
             ("flagscale", "hosts", "conf/train.yaml"), "unknown option conf/train.yaml", id="config"
         ),
     ],
 )
-def test_an_action_from_outside_is_told_of(
-    workspace: Workspace, argv: tuple[str, ...], told: str
+def test_plugin_action_is_listed_in_messages(
+    workspace: Workspace, argv: tuple[str, ...], expected: str
 ) -> None:
-    done = _outside(workspace, *argv)
-    assert told in re.sub(r"(?m)^ +| (?= )", "", done.stdout + done.stderr)
+    result = _run_plugin_program(workspace, *argv)
+    assert expected in re.sub(r"(?m)^ +| (?= )", "", result.stdout + result.stderr)
 
 
-def test_no_experiment_has_an_action_that_needs_none(workspace: Workspace) -> None:
-    assert "hosts" not in _outside(workspace, "run.py", "--help").stdout
+def test_help_of_experiment_omits_actions_without_experiment(workspace: Workspace) -> None:
+    assert "hosts" not in _run_plugin_program(workspace, "run.py", "--help").stdout

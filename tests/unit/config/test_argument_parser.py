@@ -1,12 +1,13 @@
-"""The training program's command line."""
+"""Parser of the training program's command line."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from support.arguments import canonical
 
-from flagscale.config.arguments.parser import canonicalise, parse_arguments
+from flagscale.config.arguments.spec.parser import parse_arguments
 from flagscale.errors import ConfigError
 
 
@@ -45,17 +46,17 @@ from flagscale.errors import ConfigError
         ("", "num_layers", None),
     ],
 )
-def test_value(argv: str, name: str, value: Any) -> None:
+def test_argument_value_is_parsed(argv: str, name: str, value: Any) -> None:
     assert vars(parse_arguments(argv.split()))[name] == value
 
 
-def test_aliases_have_no_attribute_of_their_own() -> None:
+def test_aliases_add_no_attribute() -> None:
     parsed = parse_arguments(["--norm-epsilon", "1e-6", "--group-query-attention"])
     assert not hasattr(parsed, "norm_epsilon")
     assert not hasattr(parsed, "group_query_attention")
 
 
-def test_lists_are_not_shared() -> None:
+def test_default_lists_are_copied() -> None:
     parse_arguments([]).offload_modules.append("x")
     assert parse_arguments([]).offload_modules == []
 
@@ -102,19 +103,19 @@ def test_lists_are_not_shared() -> None:
         ("train.py", "expected a flag"),
     ],
 )
-def test_refused(argv: str, message: str) -> None:
+def test_invalid_argument_is_rejected(argv: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         parse_arguments(argv.split())
     assert error.value.exit_code == 2
 
 
-def test_every_problem_is_told() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         parse_arguments(["--nmu", "1", "--num-layers", "x", "--lr=1", "--hidden-size", "-3"])
     assert [p.key for p in error.value.problems] == ["--nmu", "--num-layers", "--hidden-size"]
 
 
-def test_help_names_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parse_arguments(["--help"])
     text = capsys.readouterr().out
@@ -124,7 +125,7 @@ def test_help_names_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "canonical"),
+    ("name", "value", "expected"),
     [
         ("num_layers", "4", ("num_layers", 4)),
         ("split", 1, ("split", "1")),
@@ -143,5 +144,7 @@ def test_help_names_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
         ("use_dualpipev", False, None),
     ],
 )
-def test_fold(name: str, value: Any, canonical: tuple[str, Any] | None) -> None:
-    assert canonicalise(name, value) == canonical
+def test_alias_is_converted_to_canonical_argument(
+    name: str, value: Any, expected: tuple[str, Any] | None
+) -> None:
+    assert canonical(name, value) == expected

@@ -1,4 +1,4 @@
-"""The list of arguments: complete, in step with megatron.core, and consistent."""
+"""Registry of arguments: complete, up to date with megatron.core, and consistent."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from types import ModuleType
 
 import pytest
 
-from flagscale.config.arguments import aliases as alias_table
-from flagscale.config.arguments.bounds import BOUNDS
-from flagscale.config.arguments.foreign import refusal
-from flagscale.config.arguments.registry import (
+from flagscale.config.arguments.compat.aliases import ALIASES
+from flagscale.config.arguments.compat.unsupported import why_unsupported
+from flagscale.config.arguments.spec.registry import (
+    BOUNDS,
     aliases,
     arguments,
-    closest,
+    closest_names,
     lookup,
     registry,
 )
@@ -24,7 +24,7 @@ from flagscale.config.arguments.registry import (
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-def _generator() -> ModuleType:
+def _load_generator() -> ModuleType:
     path = REPOSITORY / "tools" / "config" / "generate_arguments.py"
     spec = importlib.util.spec_from_file_location("generate_arguments", path)
     assert spec is not None and spec.loader is not None
@@ -34,32 +34,34 @@ def _generator() -> ModuleType:
     return module
 
 
-def test_the_list_is_in_step_with_the_installed_core() -> None:
-    generator = _generator()
+def test_registry_matches_installed_core() -> None:
+    generator = _load_generator()
     source = generator.installed_source()
     if source is None:
         pytest.skip("megatron.core is not installed")
     assert generator.OUTPUT.read_text(encoding="utf-8") == generator.generate(source)
 
 
-def test_the_generator_checks(tmp_path: Path) -> None:
+def test_generator_check_detects_stale_file(tmp_path: Path) -> None:
     tool = REPOSITORY / "tools" / "config" / "generate_arguments.py"
     stale = tmp_path / "list.json"
     stale.write_text("{}")
     command = [sys.executable, str(tool), "--check", "--output", str(stale)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode in (1, 2)
-    assert "out of date" in done.stderr or "not installed" in done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode in (1, 2)
+    assert "out of date" in result.stderr or "not installed" in result.stderr
 
 
-def test_no_torch_is_imported() -> None:
+def test_parser_does_not_import_torch() -> None:
     code = (
-        "import sys; import flagscale.config.load, flagscale.config.arguments.parser as p; "
+        "import sys; import flagscale.config.load, flagscale.config.arguments.spec.parser as p; "
         "p.parse_arguments([]); "
         "print([m for m in ('torch', 'numpy', 'hydra', 'rich') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_no_torch_is_imported() -> None:
         ("norm_epsilon", "float", "alias of layernorm_epsilon"),
     ],
 )
-def test_registered(name: str, kind: str, origin: str) -> None:
+def test_argument_kind_and_origin(name: str, kind: str, origin: str) -> None:
     assert (registry()[name].kind, registry()[name].origin) == (kind, origin)
 
 
@@ -84,33 +86,33 @@ def test_every_argument_is_documented() -> None:
     assert [a.name for a in registry().values() if not a.doc] == []
 
 
-def test_defaults_fit_their_own_limits() -> None:
-    from flagscale.config.arguments.values import convert
+def test_defaults_are_within_limits() -> None:
+    from flagscale.config.arguments.spec.values import convert
 
     for argument in arguments().values():
         if argument.default is not None:
             convert(argument, argument.default)
 
 
-def test_aliases_point_at_arguments() -> None:
+def test_aliases_refer_to_existing_arguments() -> None:
     assert [a.name for a in aliases().values() if a.target and a.target not in arguments()] == []
 
 
-def test_tables_hold_no_stale_names() -> None:
+def test_tables_have_no_stale_names() -> None:
     assert [name for name in BOUNDS if name not in arguments()] == []
-    names = [a.name for a in alias_table.ALIASES]
+    names = [a.name for a in ALIASES]
     assert len(names) == len(set(names))
 
 
-def test_lookup_of_an_opposite() -> None:
-    found = lookup("no_rotary_interleaved")
-    assert found is not None and found[1] is not None
-    assert (found[1].target, found[1].rule) == ("rotary_interleaved", "opposite")
+def test_lookup_of_negated_switch() -> None:
+    match = lookup("no_rotary_interleaved")
+    assert match is not None and match[1] is not None
+    assert (match[1].target, match[1].rule) == ("rotary_interleaved", "opposite")
     assert lookup("no_such_thing") is None
     assert lookup("no_num_layers") is None
 
 
-def test_closest() -> None:
-    assert closest("--num-layres")[0] == "num_layers"
-    assert closest("zzzzzz") == []
-    assert refusal("params_dtype") and not refusal("num_layers")
+def test_closest_names_of_misspelled_argument() -> None:
+    assert closest_names("--num-layres")[0] == "num_layers"
+    assert closest_names("zzzzzz") == []
+    assert why_unsupported("params_dtype") and not why_unsupported("num_layers")

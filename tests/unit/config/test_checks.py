@@ -1,4 +1,4 @@
-"""What must hold between values."""
+"""Checks that relate the values of several arguments."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from unit.config.checks_lab import (
+from support.arguments import as_written, train_arguments
+from unit.config.check_helpers import (
     ADAPTERS,
-    BOUNDED,
-    CAPTURED,
+    BOUNDED_ALL_REDUCE,
+    FULL_CUDA_GRAPH,
     LATENT,
     LATENT_FP8,
     LLAMA,
-    SIGMOID,
+    SIGMOID_ROUTER,
     Problems,
-    experiment_of,
-    refused,
+    build_experiment,
+    list_problems,
 )
 
-from flagscale.config.arguments.rules import needs_checkpoint
-from flagscale.config.checks import Arguments, check_arguments, check_world, notes
-from flagscale.config.schema import Environments, Experiment, Train
+from flagscale.config.arguments.rules.resuming import needs_checkpoint
+from flagscale.config.checks import check_arguments, check_world, experiment_notes
+from flagscale.config.schema import Environments
 
-FITS: dict[str, dict[str, Any]] = {
-    "captured": CAPTURED,
+VALID: dict[str, dict[str, Any]] = {
+    "captured": FULL_CUDA_GRAPH,
     "plain": {},
     "tp": {"tensor_model_parallel_size": 4, "sequence_parallel": True},
     "groups": {"num_query_groups": 4, "tensor_model_parallel_size": 4},
@@ -75,8 +76,8 @@ FITS: dict[str, dict[str, Any]] = {
     },
     "adapters-for-peft": {**ADAPTERS, "export_peft": "/x", **LLAMA},
     "fp8": {"fp8": "hybrid", "bf16": True, "kv_channels": 12, "num_query_groups": 2},
-    "bounded": BOUNDED,
-    "exact": {**BOUNDED, "comm": ["tail=exact"], "use_distributed_optimizer": True},
+    "bounded": BOUNDED_ALL_REDUCE,
+    "exact": {**BOUNDED_ALL_REDUCE, "comm": ["tail=exact"], "use_distributed_optimizer": True},
     "fp8-latent": LATENT_FP8,
     "window": {"window_size": [4, 0], "window_attn_skip_freq": 2},
     "window-of-the-core": {"window_size": [4, 0], "attention_backend": "local"},
@@ -102,9 +103,9 @@ FITS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("values", FITS.values(), ids=FITS)
-def test_fits(values: dict[str, Any]) -> None:
-    assert check_arguments(experiment_of(values)) == []
+@pytest.mark.parametrize("values", VALID.values(), ids=VALID)
+def test_valid_arguments_are_accepted(values: dict[str, Any]) -> None:
+    assert check_arguments(build_experiment(values)) == []
 
 
 PROBLEMS: Problems = {
@@ -142,10 +143,10 @@ PROBLEMS: Problems = {
 
 
 @pytest.mark.parametrize(("values", "name", "message"), PROBLEMS.values(), ids=PROBLEMS)
-def test_problem(values: dict[str, Any], name: str, message: str) -> None:
-    ((found, said),) = refused(values)
-    assert message in said
-    assert found == name or name not in values
+def test_invalid_argument_is_rejected(values: dict[str, Any], name: str, message: str) -> None:
+    ((argument, text),) = list_problems(values)
+    assert message in text
+    assert argument == name or name not in values
 
 
 FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
@@ -154,7 +155,7 @@ FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
     "sp": ({"sequence_parallel": True}, "sequence_parallel: false is taken in place of true"),
     "frozen-biases": (
         {"moe_router_bias_update_rate": 0.1, "num_experts": 4, **ADAPTERS}
-        | {"lora_target_modules": ["linear_proj"], **SIGMOID},
+        | {"lora_target_modules": ["linear_proj"], **SIGMOID_ROUTER},
         "moe_router_bias_update_rate: 0.0 is taken in place of 0.1: a model does not change",
     ),
     "sp-meshes": (
@@ -177,20 +178,20 @@ FALLBACKS: dict[str, tuple[dict[str, Any], str]] = {
     ],
     ids=["all hosts", "one"],
 )
-def test_bounded_sums_by_a_variable_are_refused_as_well(envs: Environments) -> None:
-    experiment = replace(experiment_of({"use_distributed_optimizer": True}), envs=envs)
+def test_bounded_all_reduce_set_by_environment_is_rejected(envs: Environments) -> None:
+    experiment = replace(build_experiment({"use_distributed_optimizer": True}), envs=envs)
     (problem,) = check_arguments(experiment)
     assert problem.key == "train.model.inner.use_distributed_optimizer"
     assert "true with FSCCL_TAIL=bounded of experiment.envs" in problem.message
 
 
 @pytest.mark.parametrize(("values", "note"), FALLBACKS.values(), ids=FALLBACKS)
-def test_what_is_replaced_is_noted_or_refused(values: dict[str, Any], note: str) -> None:
-    experiment = experiment_of(values)
+def test_substitution_is_noted_or_rejected(values: dict[str, Any], note: str) -> None:
+    experiment = build_experiment(values)
     assert not check_arguments(experiment)
-    (found,) = notes(experiment, 1)
-    assert note in found
-    (problem,) = check_arguments(experiment_of({**values, "allow_fallbacks": False}))
+    (text,) = experiment_notes(experiment, 1)
+    assert note in text
+    (problem,) = check_arguments(build_experiment({**values, "allow_fallbacks": False}))
     assert problem.key.endswith(next(iter(values)))
     assert "allow_fallbacks: true takes" in problem.message
 
@@ -243,25 +244,25 @@ WITHOUT_EFFECT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("values", "note"), WITHOUT_EFFECT.values(), ids=WITHOUT_EFFECT)
-def test_what_has_no_effect_is_noted(values: dict[str, Any], note: str) -> None:
-    experiment = experiment_of(values)
+def test_argument_without_effect_is_noted(values: dict[str, Any], note: str) -> None:
+    experiment = build_experiment(values)
     assert not check_arguments(experiment)
-    found = "; ".join(notes(experiment, 1))
-    assert note in found and bool(note) == bool(found)
+    notes = "; ".join(experiment_notes(experiment, 1))
+    assert note in notes and bool(note) == bool(notes)
 
 
-def test_adapters_that_are_not_saved_need_no_base() -> None:
-    experiment = experiment_of({"peft_type": "lora"})
+def test_unsaved_adapters_need_no_pretrained_checkpoint() -> None:
+    experiment = build_experiment({"peft_type": "lora"})
     assert [problem.key for problem in check_arguments(experiment)] == [
         "train.system.pretrained_checkpoint"
     ]
-    unsaved = Train(model=experiment.train.model, system={"save": None})
+    unsaved = experiment.train.with_added(train_arguments(system={"save": None}).entries)
     assert check_arguments(replace(experiment, train=unsaved)) == []
 
 
-def test_a_foreign_program_judges_for_itself() -> None:
-    experiment = experiment_of({"transformer_impl": "transformer_engine"}, external=True)
-    (note,) = notes(experiment, 1)
+def test_arguments_of_external_program_are_not_checked() -> None:
+    experiment = build_experiment({"transformer_impl": "transformer_engine"}, external=True)
+    (note,) = experiment_notes(experiment, 1)
     assert "its own parser judges the arguments" in note
 
 
@@ -299,17 +300,17 @@ WORLDS: dict[str, tuple[dict[str, Any], int, str | None]] = {
 
 
 @pytest.mark.parametrize(("values", "world", "message"), WORLDS.values(), ids=WORLDS)
-def test_world(values: dict[str, Any], world: int, message: str | None) -> None:
-    found = check_world(experiment_of(values), world)
-    assert len(found) == (message is not None)
-    assert all((message or "") in p.message for p in found)
+def test_world_size_is_checked(values: dict[str, Any], world: int, message: str | None) -> None:
+    problems = check_world(build_experiment(values), world)
+    assert len(problems) == (message is not None)
+    assert all((message or "") in p.message for p in problems)
 
 
-def test_a_foreign_program_checks_its_own_model() -> None:
-    experiment = experiment_of({"num_layers": None, "context_parallel_size": 2}, external=True)
+def test_model_of_external_program_is_not_checked() -> None:
+    experiment = build_experiment({"num_layers": None, "context_parallel_size": 2}, external=True)
     assert check_arguments(experiment) == []
     assert "context 2" in check_world(experiment, 3)[0].message
-    assert "its own parser" in notes(experiment, 2)[0]
+    assert "its own parser" in experiment_notes(experiment, 2)[0]
 
 
 @pytest.mark.parametrize(
@@ -328,23 +329,23 @@ def test_a_foreign_program_checks_its_own_model() -> None:
         ({"data_path": ["a"], "split": "9,1"}, 1, None),
     ],
 )
-def test_notes(values: dict[str, Any], world: int, note: str | None) -> None:
-    found = notes(experiment_of(values), world)
-    assert [note in text for text in found if note] == [True] * bool(note)
-    assert bool(found) == bool(note)
+def test_notes_of_experiment(values: dict[str, Any], world: int, note: str | None) -> None:
+    notes = experiment_notes(build_experiment(values), world)
+    assert [note in text for text in notes if note] == [True] * bool(note)
+    assert bool(notes) == bool(note)
 
 
-def test_problems_name_the_place() -> None:
-    experiment = experiment_of({"context_parallel_size": 2, "attention_backend": "local"})
-    sources = {"train.model.inner.context_parallel_size": "a.yaml:3"}
-    placed = Experiment(**{**vars(experiment), "sources": sources})
-    assert str(check_arguments(placed)[0]).startswith(
+def test_problem_has_source_location() -> None:
+    experiment = build_experiment({"context_parallel_size": 2, "attention_backend": "local"})
+    places = {"train.model.inner.context_parallel_size": "a.yaml:3"}
+    train = train_arguments(model={"inner": as_written(experiment.train)}, places=places)
+    assert str(check_arguments(replace(experiment, train=train))[0]).startswith(
         "a.yaml:3: train.model.inner.context_parallel_size: 2: "
     )
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("changes", "name"),
     [
         pytest.param({"load": "/a", "save": "/b"}, None, id="plain"),
         pytest.param({"load": "/a", "save": "/b", "finetune": True}, "finetune", id="finetune"),
@@ -361,6 +362,6 @@ def test_problems_name_the_place() -> None:
         pytest.param({"no_load_rng": True}, None, id="no-load"),
     ],
 )
-def test_what_asks_for_a_checkpoint(given: dict[str, Any], name: str | None) -> None:
-    values = Arguments.of(experiment_of({})).values()
-    assert needs_checkpoint({**values, **given}) == name
+def test_arguments_that_require_a_checkpoint(changes: dict[str, Any], name: str | None) -> None:
+    values = build_experiment({}).train.values
+    assert needs_checkpoint({**values, **changes}) == name

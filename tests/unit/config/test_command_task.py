@@ -1,4 +1,4 @@
-"""``experiment.task.type: command``: which words run, and what is said of the rest of a YAML."""
+"""``experiment.task.type: command``: the command line, and notes on sections it ignores."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from flagscale.config.checks import notes
+from flagscale.config.checks import experiment_notes
 from flagscale.config.load import load
 from flagscale.config.schema import PROJECT
 from flagscale.errors import ConfigError
-from flagscale.launcher.runners.base import runner_for
+from flagscale.launcher.runners.base import runner_for_experiment
 
 if TYPE_CHECKING:
     from conftest import Workspace
 
 
-def task(workspace: Workspace, text: str, runner: str = "") -> None:
-    """Make the experiment one of a command; the section ``train`` stays."""
+def set_command_task(workspace: Workspace, text: str, runner: str = "") -> None:
+    """Change the experiment to run a command; the section ``train`` stays."""
     workspace.replace("conf/train.yaml", "    type: train\n", f"    type: command\n{text}")
     workspace.replace("conf/train.yaml", "    nproc_per_node: 2\n", runner)
 
 
 @pytest.mark.parametrize(
-    ("given", "words", "started"),
+    ("command", "words", "program"),
     [
         pytest.param("date -u", ("date", "-u"), ("date", "-u"), id="text"),
         pytest.param("['a b', $c, 1.50]", ("a b", "$c", "1.50"), ("a b", "$c", "1.50"), id="list"),
@@ -58,41 +58,43 @@ def task(workspace: Workspace, text: str, runner: str = "") -> None:
         ),
     ],
 )
-def test_what_runs(
-    workspace: Workspace, given: str, words: tuple[str, ...], started: tuple[str, ...]
+def test_command_is_planned_on_each_host(
+    workspace: Workspace, command: str, words: tuple[str, ...], program: tuple[str, ...]
 ) -> None:
-    task(workspace, f"    command: {given}\n")
+    set_command_task(workspace, f"    command: {command}\n")
     experiment = workspace.load()
     assert experiment.task.command == words
-    plan = runner_for(experiment).plan(experiment)
-    assert [(host.nproc, host.program) for host in plan.hosts] == [(1, started)]
+    plan = runner_for_experiment(experiment).plan(experiment)
+    assert [(host.nproc, host.program) for host in plan.hosts] == [(1, program)]
     assert plan.external
 
 
-def test_the_yaml_of_a_training_will_do(workspace: Workspace) -> None:
-    task(workspace, "    command: date\n    entrypoint: nowhere.py\n")
+def test_training_yaml_can_run_a_command(workspace: Workspace) -> None:
+    set_command_task(workspace, "    command: date\n    entrypoint: nowhere.py\n")
     workspace.replace("conf/train/tiny.yaml", "data/text", "data/none")
     experiment = workspace.load()
-    assert notes(experiment, 1) == [
+    assert experiment_notes(experiment, 1) == [
         "train and experiment.task.entrypoint have no effect: experiment.task.type is command"
     ]
-    plan = runner_for(experiment).plan(experiment)
+    plan = runner_for_experiment(experiment).plan(experiment)
     assert "--num-layers" not in (*plan.hosts[0].starter, *plan.hosts[0].program)
 
 
-def test_an_override_keeps_its_commas(workspace: Workspace) -> None:
+def test_override_of_command_keeps_commas(workspace: Workspace) -> None:
     workspace.write("eval.py", "")
-    listed = workspace.load("experiment.task.type=command", "experiment.task.command=[a,1e-4,010]")
-    assert listed.task.command == ("a", "1e-4", "010")
+    experiment_of_list = workspace.load(
+        "experiment.task.type=command", "experiment.task.command=[a,1e-4,010]"
+    )
+    assert experiment_of_list.task.command == ("a", "1e-4", "010")
     with pytest.raises(ConfigError):
         workspace.load("experiment.task.type=command", f"experiment.task.command={'[' * 60_000}")
     command = "experiment.task.command=eval.py --on a,b 'c d'"
-    found = workspace.load("experiment.task.type=command", command)
-    assert found.task.command == (str(workspace.root / "eval.py"), "--on", "a,b", "c d")
+    experiment = workspace.load("experiment.task.type=command", command)
+    assert experiment.task.command == (str(workspace.root / "eval.py"), "--on", "a,b", "c d")
 
 
 @pytest.mark.parametrize(
-    ("text", "runner", "said"),
+    ("text", "runner", "message"),
     [
         pytest.param("", "", "task.command: is required with `type: command`", id="nothing"),
         pytest.param("    command: ''\n", "", "command: is required with", id="empty"),
@@ -124,21 +126,23 @@ def test_an_override_keeps_its_commas(workspace: Workspace) -> None:
         pytest.param("    command: date\n", "    rdzv_id: x\n", "rdzv_id: is torchrun's", id="id"),
     ],
 )
-def test_what_is_refused(workspace: Workspace, text: str, runner: str, said: str) -> None:
-    task(workspace, text, runner)
-    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+def test_invalid_command_task_is_rejected(
+    workspace: Workspace, text: str, runner: str, message: str
+) -> None:
+    set_command_task(workspace, text, runner)
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         workspace.load()
 
 
-def test_a_command_beside_training_is_refused(workspace: Workspace) -> None:
+def test_command_with_training_task_is_rejected(workspace: Workspace) -> None:
     workspace.replace("conf/train.yaml", "type: train\n", "type: train\n    command: date\n")
     with pytest.raises(ConfigError, match=r"task\.command: needs `type: command`"):
         workspace.load()
 
 
-def test_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preprocess_example_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PROJECT)
     conf = Path("examples/command/conf").absolute()
     experiment = load(conf, "preprocess", ["action=dryrun"]).experiment
-    (host,) = runner_for(experiment).plan(experiment).hosts
+    (host,) = runner_for_experiment(experiment).plan(experiment).hosts
     assert host.program[1:3] == (str(PROJECT / "tools/data/preprocess.py"), "--input")

@@ -1,4 +1,4 @@
-"""Composing by Hydra: overrides, groups, places of keys, errors."""
+"""Composition with Hydra: overrides, groups, source locations of keys, errors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 from flagscale.config import compose as composing
 from flagscale.config.compose import config_file
-from flagscale.config.overrides import normalize
-from flagscale.config.sources import trace
+from flagscale.config.overrides import normalize_overrides
+from flagscale.config.sources import trace_sources
 from flagscale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def compose(conf: Path, name: str, overrides: Sequence[str]) -> DictConfig:
-    return composing.compose(trace(config_file(conf, name), overrides))
+    return composing.compose(trace_sources(config_file(conf, name), overrides))
 
 
-def _select(workspace: Workspace, key: str, *overrides: str) -> Any:
+def _compose_value(workspace: Workspace, key: str, *overrides: str) -> Any:
     return OmegaConf.select(compose(workspace.conf, "train", overrides), key)
 
 
@@ -59,12 +59,14 @@ def _select(workspace: Workspace, key: str, *overrides: str) -> Any:
         ("train.data.data_path", ["train.data.data_path=[0.3,a,0.7,b]"], [0.3, "a", 0.7, "b"]),
     ],
 )
-def test_overrides(workspace: Workspace, key: str, overrides: list[str], value: Any) -> None:
+def test_override_sets_value(
+    workspace: Workspace, key: str, overrides: list[str], value: Any
+) -> None:
     workspace.write("conf/train/other.yaml", "model:\n  num_layers: 7\n")
-    assert _select(workspace, key, *overrides) == value
+    assert _compose_value(workspace, key, *overrides) == value
 
 
-def test_hydra_section_is_used_and_dropped(workspace: Workspace) -> None:
+def test_hydra_section_is_resolved_and_removed(workspace: Workspace) -> None:
     workspace.replace("conf/train.yaml", "exp_name: demo", "exp_name: ${hydra:job.config_name}")
     config = compose(workspace.conf, "train.yaml", [])
     assert "hydra" not in config
@@ -96,8 +98,10 @@ def test_hydra_section_is_used_and_dropped(workspace: Workspace) -> None:
         ([f"+x={'[' * 3000}{']' * 3000}", "action=run"], "override: x: nests too deep"),
     ],
 )
-def test_bad_override(workspace: Workspace, overrides: list[str], message: str | None) -> None:
-    if message is None:  # a known argument in a new section is for loading to judge
+def test_invalid_override_is_one_line_error(
+    workspace: Workspace, overrides: list[str], message: str | None
+) -> None:
+    if message is None:  # loading, not composing, checks a new section
         compose(workspace.conf, "train", overrides)
         return
     with pytest.raises(ConfigError) as error:
@@ -106,7 +110,7 @@ def test_bad_override(workspace: Workspace, overrides: list[str], message: str |
     assert len(str(error.value).splitlines()) == 1
 
 
-def test_what_is_proposed_for_an_unknown_argument_is_not_refused(workspace: Workspace) -> None:
+def test_suggestion_for_unknown_argument_is_accepted(workspace: Workspace) -> None:
     with pytest.raises(ConfigError) as error:
         compose(workspace.conf, "train", ["train.model.nun_layers=3"])
     assert str(error.value).endswith("no such key; did you mean 'num_layers' or 'mtp_num_layers'?")
@@ -114,7 +118,7 @@ def test_what_is_proposed_for_an_unknown_argument_is_not_refused(workspace: Work
     workspace.replace("conf/train.yaml", "type: train", "entrypoint: theirs.py")
     with pytest.raises(ConfigError, match=r"\(`\+train.model.nun_layers=...` adds a new one\)"):
         compose(workspace.conf, "train", ["train.model.nun_layers=3"])
-    assert "nun_layers" in workspace.load("+train.model.nun_layers=3").train.model
+    assert "nun_layers" in workspace.load("+train.model.nun_layers=3").train.spelled
 
 
 @pytest.mark.parametrize(
@@ -135,13 +139,15 @@ def test_what_is_proposed_for_an_unknown_argument_is_not_refused(workspace: Work
         pytest.param(["train=huge", "foo=1"], ["train"], id="what-is-in-a-missing-group"),
     ],
 )
-def test_bad_overrides_at_once(workspace: Workspace, overrides: list[str], keys: list[str]) -> None:
+def test_all_invalid_overrides_are_reported_at_once(
+    workspace: Workspace, overrides: list[str], keys: list[str]
+) -> None:
     with pytest.raises(ConfigError) as error:
         compose(workspace.conf, "train", overrides)
     assert [problem.key for problem in error.value.problems] == keys
 
 
-def test_problems_of_all_files_at_once(workspace: Workspace) -> None:
+def test_errors_of_all_files_are_reported_at_once(workspace: Workspace) -> None:
     workspace.replace("conf/train.yaml", "  - train: tiny\n", "  - train: tiny\n  - other: x\n")
     workspace.write("conf/other/x.yaml", "a: 1\na: 2\n")
     workspace.write("conf/train/tiny.yaml", "model:\n\tnum_layers: 2\n")
@@ -151,7 +157,7 @@ def test_problems_of_all_files_at_once(workspace: Workspace) -> None:
     assert places == ["conf/train/tiny.yaml:2", "conf/other/x.yaml:2"]
 
 
-def test_missing_file_and_directory(workspace: Workspace) -> None:
+def test_missing_config_file_and_directory_are_reported(workspace: Workspace) -> None:
     workspace.write("conf/.hidden.yaml", "a: 1\n")
     with pytest.raises(ConfigError, match=r"^no trian.yaml in conf; it has train; did you mean"):
         config_file(workspace.conf, "trian")
@@ -164,7 +170,7 @@ def test_missing_file_and_directory(workspace: Workspace) -> None:
         config_file(workspace.conf, "old")
 
 
-def test_missing_group_in_the_defaults_list(workspace: Workspace) -> None:
+def test_missing_group_in_defaults_list_is_reported(workspace: Workspace) -> None:
     workspace.replace("conf/train.yaml", "train: tiny", "train: 9b")
     with pytest.raises(ConfigError, match=r"train: no 9b\.yaml in conf/train; there are tiny"):
         compose(workspace.conf, "train", [])
@@ -174,32 +180,32 @@ def test_missing_group_in_the_defaults_list(workspace: Workspace) -> None:
 @pytest.mark.parametrize(
     "key", ["experiment.exp_dir", "experiment.cmds.before_start", "experiment.task.entrypoint"]
 )
-def test_texts_of_the_experiment_stay_as_typed(workspace: Workspace, key: str, text: str) -> None:
+def test_string_override_is_not_reinterpreted(workspace: Workspace, key: str, text: str) -> None:
     config = compose(workspace.conf, "train", [f"{key}={text}"])
-    found = OmegaConf.select(config, key)
-    assert found == text.replace("${oc.env:HOME}", os.environ["HOME"])
+    value = OmegaConf.select(config, key)
+    assert value == text.replace("${oc.env:HOME}", os.environ["HOME"])
 
 
-def test_a_whole_environment_is_given_on_the_command_line(workspace: Workspace) -> None:
+def test_environment_section_can_be_overridden(workspace: Workspace) -> None:
     config = compose(workspace.conf, "train", ["experiment.envs={A: 1}"])
     assert config.experiment.envs.A == 1
 
 
-def test_options_of_the_command_line_are_named_as_such(workspace: Workspace) -> None:
-    sources = trace(workspace.conf / "train.yaml", ["action=stop", "rank=1", "train=tiny"])
+def test_overrides_have_location_override(workspace: Workspace) -> None:
+    sources = trace_sources(workspace.conf / "train.yaml", ["action=stop", "rank=1", "train=tiny"])
     assert (sources.place("action"), sources.place("rank")) == ("override", "override")
     assert sources.place("train") != "override"
 
 
-def test_normalize_leaves_hydra_syntax_alone() -> None:
+def test_normalize_keeps_hydra_syntax() -> None:
     for text in ["train=tiny", "~a.b", "+a=1", "++a=1", "hydra.verbose=true", "train@x=y"]:
-        assert normalize([text]) == [text]
-    known = ["json=true", "experiment.runner.slurm={nodes: 1}"]
-    assert normalize(known) == [f"++{text}" for text in known]
+        assert normalize_overrides([text]) == [text]
+    overrides = ["json=true", "experiment.runner.slurm={nodes: 1}"]
+    assert normalize_overrides(overrides) == [f"++{text}" for text in overrides]
 
 
-def test_places(workspace: Workspace) -> None:
-    sources = trace(workspace.conf / "train.yaml", ["train.model.seq_length=9", "+a.b=1"])
+def test_source_locations_of_keys(workspace: Workspace) -> None:
+    sources = trace_sources(workspace.conf / "train.yaml", ["train.model.seq_length=9", "+a.b=1"])
     assert sources.places["train.model.num_layers"] == "conf/train/tiny.yaml:6"
     assert sources.places["experiment.exp_dir"] == "conf/train.yaml:6"
     assert sources.places["train.model.seq_length"] == "override"
@@ -207,7 +213,7 @@ def test_places(workspace: Workspace) -> None:
     assert sources.place("experiment.runner.unheard.of") == "conf/train.yaml:9"
 
 
-def test_places_follow_groups_and_packages(workspace: Workspace) -> None:
+def test_source_locations_in_groups_and_packages(workspace: Workspace) -> None:
     workspace.write("conf/base.yaml", "shared: 1\nboth: 1\n")
     workspace.write("conf/host/big.yaml", "# @package _global_\nglobal: 1\n")
     workspace.write("conf/train/part/x.yaml", "deep: 1\n")
@@ -217,8 +223,61 @@ def test_places_follow_groups_and_packages(workspace: Workspace) -> None:
         "defaults:\n  - base\n  - host@elsewhere.here: big\n  - optional nothing: x\n"
         "  - train: tiny\n  - _self_\nboth: 2\n",
     )
-    sources = trace(workspace.conf / "train.yaml", [])
+    sources = trace_sources(workspace.conf / "train.yaml", [])
     assert sources.places["shared"] == "conf/base.yaml:1"
     assert sources.places["both"] == "conf/train.yaml:7"
     assert sources.places["elsewhere.here.global"] == "conf/host/big.yaml:2"
     assert sources.places["train.part.deep"] == "conf/train/part/x.yaml:1"
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "value"),
+    [
+        pytest.param("train.model.lr=3e-4", "lr", 3e-4, id="flat"),
+        pytest.param("train.system.lr=3e-4", "lr", 3e-4, id="of-another-section"),
+        pytest.param("train.model.optimizer.lr=3e-4", "lr", 3e-4, id="of-a-section-above"),
+        pytest.param("++train.model.lr=3e-4", "lr", 3e-4, id="forced"),
+        pytest.param("train.system.bf16=null", "bf16", False, id="null"),
+        pytest.param("~train.system.bf16", "bf16", False, id="removed"),
+        pytest.param("train.model.sequence-length=64", "seq_length", 64, id="alias"),
+        pytest.param("train.data.tokenizer_path=/t", "tokenizer_path", "/t", id="text"),
+        pytest.param("train.system.seed=7", "seed", 7, id="not-in-the-yaml"),
+    ],
+)
+def test_flat_override_replaces_nested_key_of_yaml(
+    workspace: Workspace, override: str, name: str, value: Any
+) -> None:
+    experiment = workspace.load(override, purpose="plan")
+    assert experiment.train[name] == value
+    assert experiment.overrides == (override,)
+    assert sum(entry.argument == name for entry in experiment.train) <= 1
+
+
+def test_error_of_flat_override_names_nested_key(workspace: Workspace) -> None:
+    with pytest.raises(ConfigError) as error:
+        workspace.load("train.model.lr=fast", purpose="plan")
+    (problem,) = error.value.problems
+    assert (problem.key, problem.where) == ("train.model.optimizer.lr_scheduler.lr", "override")
+
+
+def test_flat_override_of_duplicated_key_is_rejected(workspace: Workspace) -> None:
+    workspace.replace("conf/train/tiny.yaml", "data:\n", "data:\n  lr: 1.0e-3\n")
+    with pytest.raises(ConfigError, match="given twice"):
+        workspace.load("train.system.lr=3e-4", purpose="plan")
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("lr=3e-4", "train.model.optimizer.lr_scheduler.lr"),
+        ("model.num_layers=3", "train.model.num_layers"),
+        ("kv_channels=16", "train.model.kv_channels"),
+    ],
+)
+def test_argument_outside_train_gets_hint_with_its_key(
+    workspace: Workspace, override: str, key: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        workspace.load(override)
+    (problem,) = error.value.problems
+    assert problem.message == f"no such key; did you mean '{key}'?"

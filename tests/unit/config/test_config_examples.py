@@ -1,20 +1,23 @@
-"""Every example composes and loads; the reference page is up to date."""
+"""Every example composes and loads; the reference pages are up to date."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from flagscale.config.arguments.flatten import flatten
-from flagscale.config.arguments.parser import parse_arguments
-from flagscale.config.arguments.resolve import resolve
-from flagscale.config.checks import check_world, notes
+from flagscale.config.arguments.derive import derive_arguments
+from flagscale.config.arguments.spec.command_line import command_line
+from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.spec.registry import arguments
+from flagscale.config.checks import check_world, experiment_notes
 from flagscale.config.explain import explain
 from flagscale.config.load import load
-from flagscale.config.reference import render
+from flagscale.config.reference import DIRECTORY, INDEX, render
 from flagscale.errors import ConfigError
-from flagscale.estimate.forecast import forecast
+from flagscale.estimate.forecast import forecast_step
 from flagscale.hosts.hostfile import read_hostfile
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -30,27 +33,27 @@ WORLDS = {
 }
 
 
-def test_the_example_hostfile() -> None:
+def test_example_hostfile_is_read() -> None:
     hosts = read_hostfile(REPOSITORY / "examples" / "llama3" / "hostfile")
     assert [host.name for host in hosts] == ["node01", "node02", "node03", "node04"]
     assert hosts[1].addr == "10.0.0.2"
 
 
-def test_every_example_is_listed() -> None:
+def test_every_llama3_example_is_tested() -> None:
     assert {p.stem for p in (CONF / "train").glob("*.yaml")} == set(WORLDS)
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_example(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama3_example_is_valid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     overrides = [f"train={name}", "action=dryrun"]
     experiment = load(CONF, "train", overrides).experiment
-    parsed = parse_arguments(flatten(experiment.train.sections()))
+    parsed = parse_arguments(command_line(experiment.train))
     assert (parsed.normalization, parsed.swiglu, parsed.add_bias_linear) == ("RMSNorm", True, False)
     assert parsed.data_path[0].startswith("/")
     for world in WORLDS[name]:
         assert check_world(experiment, world) == []
-        assert not any("not whole" in note for note in notes(experiment, world))
+        assert not any("not whole" in note for note in experiment_notes(experiment, world))
 
 
 FAMILIES = {
@@ -61,12 +64,12 @@ FAMILIES = {
     "qwen2.5": {"tiny": [1, 8], "7b": [8]},
     "qwen3": {"tiny_pretraining": [1, 8], "tiny_moe": [1, 8], "30b_a3b": [32]},
 }
-"""Examples of families, each with the ranks that it can have."""
+"""Examples of model families, each with supported numbers of ranks."""
 FINE_TUNING = {"qwen3": {"tiny", "8b"}}
-"""Those that go on from a checkpoint, which have tests of their own."""
+"""Examples that start from a checkpoint; separate tests cover them."""
 BILLIONS = {
     ("deepseek", "v2_lite"): 15.706484224,
-    ("deepseek", "v3"): 671.026404352 + 11.610067968,  # and of the layer behind the last one
+    ("deepseek", "v3"): 671.026404352 + 11.610067968,  # plus the multi-token prediction layer
     ("gemma", "2b"): 2.614341888,
     ("gemma", "27b"): 27.009346304,
     ("llama3", "1b"): 1.2358144,
@@ -76,11 +79,11 @@ BILLIONS = {
     ("qwen2.5", "7b"): 7.615616512,
     ("qwen3", "30b_a3b"): 30.532122624,
 }
-"""Weights of the published models, as transformers counts them, without what is no parameter."""
+"""Billions of parameters of the published models, as counted by transformers (no buffers)."""
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_examples_of_families(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_model_families_are_valid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     conf = REPOSITORY / "examples" / name / "conf"
     listed = set(FAMILIES[name]) | FINE_TUNING.get(name, set())
@@ -89,51 +92,55 @@ def test_the_examples_of_families(name: str, monkeypatch: pytest.MonkeyPatch) ->
         experiment = load(conf, "train", [f"train={choice}", "action=dryrun"]).experiment
         for world in worlds:
             assert check_world(experiment, world) == []
-            assert [n for n in notes(experiment, world) if "steps: train_samples" not in n] == []
+            assert [
+                n for n in experiment_notes(experiment, world) if "steps: train_samples" not in n
+            ] == []
 
 
 @pytest.mark.parametrize(("name", "choice"), BILLIONS, ids=map("-".join, BILLIONS))
-def test_a_full_size_example_is_the_published_model(
+def test_full_size_example_has_published_parameter_count(
     name: str, choice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     conf = REPOSITORY / "examples" / name / "conf"
     experiment = load(conf, "train", [f"train={choice}", "action=dryrun"]).experiment
-    argv = flatten(experiment.train.sections())
-    one = ["--num-layers-in-first-pipeline-stage", "--num-layers-in-last-pipeline-stage"]
-    argv = [word for i, word in enumerate(argv) if word not in one and argv[i - 1] not in one]
+    argv = command_line(experiment.train)
+    options = ["--num-layers-in-first-pipeline-stage", "--num-layers-in-last-pipeline-stage"]
+    argv = [
+        word for i, word in enumerate(argv) if word not in options and argv[i - 1] not in options
+    ]
     argv += ["--expert-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"]
-    args = resolve(parse_arguments([*argv, "--tensor-model-parallel-size", "1"]), 1)
-    (stage,) = forecast(args, args.vocab_size).stages
+    args = derive_arguments(parse_arguments([*argv, "--tensor-model-parallel-size", "1"]), 1)
+    (stage,) = forecast_step(args, args.vocab_size).stages
     assert stage.memory.weights / 2 == round(BILLIONS[name, choice] * 1e9)
 
 
 @pytest.mark.parametrize("world", [8, 16])
-def test_the_example_of_fine_tuning(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The small one is run, with the page that describes it."""
+def test_fine_tuning_example_is_valid(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The 8B example loads; the tiny one is run together with its guide."""
     monkeypatch.chdir(REPOSITORY)
     conf = REPOSITORY / "examples" / "qwen3" / "conf"
     experiment = load(conf, "train", ["train=8b", "action=dryrun"]).experiment
-    parsed = parse_arguments(flatten(experiment.train.sections()))
+    parsed = parse_arguments(command_line(experiment.train))
     assert (parsed.sft, parsed.peft_type, parsed.qk_layernorm) == (True, "lora", True)
     assert parsed.valid_data_path[1] == str(REPOSITORY / "data" / "code_valid.jsonl")
     assert check_world(experiment, world) == []
-    assert notes(experiment, world) == []
+    assert experiment_notes(experiment, world) == []
 
 
 @pytest.mark.parametrize("world", [1, 8])
-def test_the_example_of_another_family(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bert_example_is_valid(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     conf = REPOSITORY / "examples" / "bert" / "conf"
     assert [path.stem for path in (conf / "train").glob("*.yaml")] == ["tiny"]
     experiment = load(conf, "train", ["action=dryrun"]).experiment
-    parsed = parse_arguments(flatten(experiment.train.sections()))
+    parsed = parse_arguments(command_line(experiment.train))
     assert (parsed.family, parsed.mask_prob) == ("bert", 0.15)
     assert check_world(experiment, world) == []
-    assert notes(experiment, world) == []
+    assert experiment_notes(experiment, world) == []
 
 
-def test_the_edits_that_the_guide_teaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edits_from_the_guide_are_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     (tmp_path / "train").mkdir()
     train = (CONF / "train.yaml").read_text(encoding="utf-8")
@@ -150,15 +157,27 @@ def test_the_edits_that_the_guide_teaches(tmp_path: Path, monkeypatch: pytest.Mo
     experiment = load(tmp_path, "train", ["action=dryrun"]).experiment
     assert (experiment.name, experiment.exp_dir.name) == ("llama3_8b", "outputs_llama3_8b")
     assert experiment.envs.common["CUDA_VISIBLE_DEVICES"] == "0,1,2,3,4,5,6,7"
-    assert "0 steps" in notes(experiment, 8)[0] and "not whole" in notes(experiment, 8)[0]
+    assert (
+        "0 steps" in experiment_notes(experiment, 8)[0]
+        and "not whole" in experiment_notes(experiment, 8)[0]
+    )
 
 
-def test_the_reference_is_up_to_date() -> None:
-    """`python tools/config/reference.py` writes it."""
-    assert (REPOSITORY / "docs" / "configuration.md").read_text(encoding="utf-8") == render()
+def test_reference_pages_are_up_to_date() -> None:
+    """The pages are written by `python tools/config/reference.py`."""
+    pages = {path: (REPOSITORY / path).read_text(encoding="utf-8") for path in render()}
+    assert pages == render()
+    files = (REPOSITORY / DIRECTORY).glob("*.md")
+    assert {f"{DIRECTORY}/{file.name}" for file in files} | {INDEX} == pages.keys()
 
 
-def test_hints_for_missing_quickstart_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_argument_is_on_one_reference_page() -> None:
+    text = "\n".join(page for path, page in render().items() if "other-names" not in path)
+    rows = Counter(re.findall(r"^\| `(\w+)` \| (?:system|model|data) \|", text, re.MULTILINE))
+    assert rows == Counter(arguments().keys())
+
+
+def test_missing_quickstart_data_gets_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"tools/data/quickstart\.py"):
         load(CONF, "train", [])
@@ -193,21 +212,21 @@ def test_hints_for_missing_quickstart_data(tmp_path: Path, monkeypatch: pytest.M
         ("train.data", "mock_data"),
     ],
 )
-def test_explain(key: str, part: str) -> None:
+def test_explain_describes_key(key: str, part: str) -> None:
     assert part in " ".join(explain(key).split())
 
 
-def test_explain_names_the_nearest_in_any_case() -> None:
+def test_explain_lists_most_similar_names() -> None:
     with pytest.raises(ConfigError, match=r"the names that look most like it are \w+, \w+, \w+$"):
         explain("nope")
 
 
-def test_the_name_of_the_example_follows_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_name_follows_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
-    found = load(CONF, "train", ["train=8b", "action=dryrun"]).experiment
-    assert (found.name, found.exp_dir) == ("llama3_8b", REPOSITORY / "outputs_llama3_8b")
+    experiment = load(CONF, "train", ["train=8b", "action=dryrun"]).experiment
+    assert (experiment.name, experiment.exp_dir) == ("llama3_8b", REPOSITORY / "outputs_llama3_8b")
 
 
-def test_explain_unknown() -> None:
+def test_explain_suggests_name_for_typo() -> None:
     with pytest.raises(ConfigError, match="did you mean 'num_layers'"):
         explain("num_layres")

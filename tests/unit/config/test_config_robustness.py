@@ -1,4 +1,4 @@
-"""Whatever a YAML or an override holds, the answer is an experiment or one ConfigError."""
+"""Any YAML or override gives either an experiment or one ConfigError."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from flagscale.config.arguments.flatten import flatten
-from flagscale.config.checks import check_world, notes
+from flagscale.config.arguments.spec.command_line import command_line
+from flagscale.config.checks import check_world, experiment_notes
 from flagscale.config.load import load
 from flagscale.errors import ConfigError
 
@@ -25,7 +25,7 @@ LINES = tuple(
     if ":" in line and not line.lstrip().startswith("#")
 )
 
-ODD_VALUES = (
+UNUSUAL_VALUES = (
     *("", "null", "~", "[]", "{}", "[1,2]", "[[1]]", "{a: 1}", "{1: 2}", "{true: x}", "{null: 1}"),
     *("'${'", "${x}", "${experiment}", "???", "''", "a,b", "1:2", "-1", "0", "1e999", ".nan"),
     *("true", "é", "a b", "0x10", "!!binary aGk=", "2020-01-01", "!!set {a, b}", "!foo bar"),
@@ -36,52 +36,54 @@ KEYS = (
     *("train.model", "train.model.num_layers", "train.data.data_path", "train.data.split"),
     *("action", "hydra.run.dir", "x.y", "experiment.runner.nnodes", "lines", "defaults", "train@a"),
 )
-ODD_TEXTS = (
+UNUSUAL_TEXTS = (
     *("", "null", "[]", "{}", "[1,2]", "{a:1}", "${", "${x}", "${oc.env:NOPE}", "???", "'", '"'),
     *("\\", "a\\'", "a,b", "1:2", "-1", "1e999", "é", "a b", "$(x)", "{a:{b:[1,{c:2}]}}", "\n"),
     *("choice(1,2)", "range(1,3)", "glob(*)", "[${experiment.exp_name}]", "tiny@b", "[tiny,8b]"),
 )
 
 
-def _try(conf: Path, overrides: list[str]) -> None:
+def _load_and_check(conf: Path, overrides: list[str]) -> None:
     try:
         experiment = load(conf, "train", overrides, "plan").experiment
     except ConfigError as error:
         assert str(error).strip()
         return
     check_world(experiment, 2)
-    notes(experiment, 2)
-    flatten(experiment.train.sections())
+    experiment_notes(experiment, 2)
+    command_line(experiment.train)
 
 
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(st.lists(st.tuples(st.sampled_from(LINES), st.sampled_from(ODD_VALUES)), max_size=3))
-def test_odd_values_in_files(tmp_path: Path, changes: list[tuple[tuple[int, int], str]]) -> None:
+@given(st.lists(st.tuples(st.sampled_from(LINES), st.sampled_from(UNUSUAL_VALUES)), max_size=3))
+def test_unusual_values_in_files_do_not_crash(
+    tmp_path: Path, changes: list[tuple[tuple[int, int], str]]
+) -> None:
     texts = [list(lines) for lines in TEXTS]
     for (file, number), value in changes:
         texts[file][number] = f"{texts[file][number].partition(':')[0]}: {value}"
     (tmp_path / "train").mkdir(exist_ok=True)
     (tmp_path / "train.yaml").write_text("\n".join(texts[0]), encoding="utf-8")
     (tmp_path / "train/tiny.yaml").write_text("\n".join(texts[1]), encoding="utf-8")
-    _try(tmp_path, [])
+    _load_and_check(tmp_path, [])
 
 
 @st.composite
-def _override(draw: st.DrawFn) -> str:
-    mark = draw(st.sampled_from(["", "+", "++", "~"]))
-    middle = draw(st.sampled_from(["=", "=", "", ":"]))
-    return mark + draw(st.sampled_from(KEYS)) + middle + draw(st.sampled_from(ODD_TEXTS))
+def _random_override(draw: st.DrawFn) -> str:
+    prefix = draw(st.sampled_from(["", "+", "++", "~"]))
+    separator = draw(st.sampled_from(["=", "=", "", ":"]))
+    return prefix + draw(st.sampled_from(KEYS)) + separator + draw(st.sampled_from(UNUSUAL_TEXTS))
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(_override(), min_size=1, max_size=2))
+@given(st.lists(_random_override(), min_size=1, max_size=2))
 @example(["~train=[${experiment.exp_name}]"])
 @example(["train=[1,2]"])
 @example(["train=[8b,[1]]"])
-def test_odd_overrides(overrides: list[str]) -> None:
-    _try(CONF, overrides)
+def test_unusual_overrides_do_not_crash(overrides: list[str]) -> None:
+    _load_and_check(CONF, overrides)
 
 
 _TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), max_size=40)
@@ -92,14 +94,16 @@ _TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), max_siz
 @example("a\\'b\\")
 @example("a,b")
 @example("\\\\")
-def test_any_text_reaches_the_environment(text: str) -> None:
+def test_any_text_is_passed_to_the_environment(text: str) -> None:
     if text[:1] in ("[", "{", "'", '"'):
         return  # Hydra's containers and quotes keep their meaning
     overrides = [f"experiment.envs.X={text}"]
     assert load(CONF, "train", overrides, "find").experiment.envs.common["X"] == text
 
 
-def test_a_thousand_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thousand_environment_variables_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train").mkdir()
     (tmp_path / "train/tiny.yaml").write_text("\n".join(TEXTS[1]), encoding="utf-8")

@@ -1,11 +1,11 @@
-"""What is refused of data, and of what is made of it."""
+"""Rejected arguments of data sets, blends, phases and data loaders."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from unit.config.checks_lab import TALKS, Problems, refused
+from unit.config.check_helpers import CHAT_DATA, Problems, list_problems
 
 PROBLEMS: Problems = {
     "documents-and-a-window": (
@@ -39,7 +39,7 @@ PROBLEMS: Problems = {
         "a.jsonl: sft: true trains on conversations; text of JSON lines is made",
     ),
     **{
-        f"conversations-{name}": ({**TALKS, **values}, key, message)
+        f"conversations-{name}": ({**CHAT_DATA, **values}, key, message)
         for name, (values, key, message) in {
             "of-an-index": ({"data_path": "a/b"}, "data_path", "a/b: with sft expected files of"),
             "weighed": ({"data_path": "1 a.jsonl 2 b.jsonl"}, "data_path", "leave the weights out"),
@@ -54,7 +54,7 @@ PROBLEMS: Problems = {
                 "expected chatml or llama3 or a .jinja file, found 'chatlm'",
             ),
             "by-cudnn": ({"attention_backend": "fused"}, "attention_backend", "takes no documents"),
-            "of-bert": ({"family": "bert"}, "sft", "answers are not told token by token"),
+            "of-bert": ({"family": "bert"}, "sft", "answers are not predicted token by token"),
         }.items()
     },
     "prompts-without-evaluation": (
@@ -148,9 +148,9 @@ PROBLEMS: Problems = {
         f"phases-{name}": (
             {"mock_data": None, "data_path": ["a"], "data_phases": phases, **more},
             key,
-            told,
+            message,
         )
-        for name, (phases, more, key, told) in {
+        for name, (phases, more, key, message) in {
             "none": (["100 a"], {}, "data_phases", "expected {samples: 100000"),
             "back": (["samples=9 a", "tokens=9 a"], {}, "data_phases", "found [9, 1] samples"),
             "weights": (["samples=9 0.3 a b"], {}, "data_phases", "b has no weight"),
@@ -179,9 +179,9 @@ PROBLEMS: Problems = {
         f"external-{name}": (
             {"mock_data": None, "dataloader_type": "external", "external_data": "a.b:f", **values},
             key,
-            told,
+            message,
         )
-        for name, (values, key, told) in {
+        for name, (values, key, message) in {
             "nothing": ({"external_data": None}, "external_data", "is required by"),
             "form": ({"external_data": "a b:f"}, "external_data", "found 'a b:f'"),
             "no-function": ({"external_data": "a.py"}, "external_data", "file.py:function, found"),
@@ -200,7 +200,7 @@ PROBLEMS: Problems = {
 
 
 @pytest.mark.parametrize(("values", "name", "message"), PROBLEMS.values(), ids=PROBLEMS)
-def test_problem(values: dict[str, Any], name: str, message: str) -> None:
-    ((found, said),) = refused(values)
-    assert message in said
-    assert found == name or name not in values
+def test_invalid_data_argument_is_rejected(values: dict[str, Any], name: str, message: str) -> None:
+    ((argument, text),) = list_problems(values)
+    assert message in text
+    assert argument == name or name not in values

@@ -1,8 +1,12 @@
-"""No argument is taken and then has no effect without a word.
+"""Coverage of the arguments: none is accepted and then silently ignored.
 
-Each is read by this project's code, or is a field of a configuration that is handed to
-megatron.core and read there by a module that training here reaches; or a table says that it is
-refused, or noted. What is read is told from the source: nothing is imported that needs torch.
+Each argument meets one of these conditions:
+
+- The code of this project reads it.
+- It is a field of a megatron.core configuration, and a module that training uses reads it.
+- A table lists it as rejected, or as reported by a note.
+
+Reads are detected in the source text, so nothing that needs torch is imported.
 """
 
 from __future__ import annotations
@@ -14,20 +18,33 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.arguments import canonical, train_arguments
 
-from flagscale.config.arguments import fallbacks, foreign, idle, rules
-from flagscale.config.arguments.foreign import family, refusal, remark
-from flagscale.config.arguments.parser import canonicalise
-from flagscale.config.arguments.registry import aliases, arguments, registry
-from flagscale.config.arguments.spec import Argument
-from flagscale.config.checks import check_arguments, notes
+from flagscale.config.arguments.check import check_values
+from flagscale.config.arguments.compat.substitutions import note_substitutions
+from flagscale.config.arguments.compat.unsupported import (
+    UNSUPPORTED,
+    UNSUPPORTED_VALUES,
+    unsupported_family,
+    why_unsupported,
+    why_unused,
+)
+from flagscale.config.arguments.compat.unused import (
+    REFUSED_ARGUMENTS,
+    REQUIREMENTS,
+    UNUSED_ARGUMENTS,
+    note_unused,
+)
+from flagscale.config.arguments.spec.argument import Argument
+from flagscale.config.arguments.spec.registry import aliases, arguments, registry
+from flagscale.config.checks import check_arguments, experiment_notes
 from flagscale.config.documented import documented
 from flagscale.config.overrides import SUBSECTIONS
-from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
+from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task
 
 PACKAGE = Path(__file__).resolve().parents[3] / "flagscale"
 
-HANDED_ON = {
+CORE_CONFIG_ORIGINS = {
     f"megatron.core {name}"
     for name in (
         "ModelParallelConfig",
@@ -36,9 +53,9 @@ HANDED_ON = {
         "DistributedDataParallelConfig",
     )
 }
-"""Origins of fields whose classes are built from all arguments that have their names."""
+"""Origins of arguments that are copied by name into configurations of megatron.core."""
 
-NOT_REACHED = re.compile(
+UNUSED_CORE_MODULES = re.compile(
     r"(inference|export|ssm|post_training|quantization|extensions|resharding|"
     r"models/(bert|T5|multimodal|vision|retro|mamba|mimo|huggingface)|distributed/fsdp|"
     r"distributed/torch_\w+|optimizer/(cpu_offloading|muon)|full_cuda_graph|fp[48]_utils|"
@@ -48,49 +65,69 @@ NOT_REACHED = re.compile(
     r"pipeline_parallel/(combined_1f1b|fine_grained\w+)|optimizer/optimizer_config|"
     r"distributed/distributed_data_parallel_config|model_parallel_config)\b"
 )
-"""Modules of megatron.core that training here never calls, and those that only define fields."""
+"""Modules of megatron.core that training never calls, and those that only define fields."""
 
-JUDGES = ("rules", "precision", "idle", "fallbacks", "mesh_rules", "checks", "placement", "meshes")
-JUDGES += ("shares", "layout", "adapters", "conversations", "families", "growth", "resuming")
-JUDGES += ("phases", "external", "explain", "reference", "architecture", "latent")
-JUDGES += ("heads", "mixtures", "schedule", "tokenizers")
-"""Modules of ours whose reading has no effect but a message, or that others have to ask."""
+CHECK_MODULES = (
+    "check",
+    "precision",
+    "unused",
+    "substitutions",
+    "mesh_rules",
+    "checks",
+    "placement",
+    "meshes",
+    "microbatch_split",
+    "layout",
+    "parallel_layout",
+    "adapters",
+    "model_family",
+    "resuming",
+    "data",
+    "explain",
+    "reference",
+    "attention",
+    "moe",
+    "tokenizers",
+)
+"""Modules of this project whose reads only produce messages or serve other modules."""
 
-BY_PARTS = ("lr_decay", "lr_warmup", "lr_wsd_decay", "train")
-"""Lengths whose unit is put behind: ``values[f"{what}_samples"]``."""
+LENGTH_PREFIXES = ("lr_decay", "lr_warmup", "lr_wsd_decay", "train")
+"""Prefixes of lengths that are read with a unit suffix: ``values[f"{prefix}_samples"]``."""
 
-OTHERWISE = {
+INDIRECTLY_READ = {
+    "num_virtual_stages_per_pipeline_rank": "read by parallel_layout.virtual_chunks",
+    "num_layers_per_virtual_pipeline_stage": "read by parallel_layout.virtual_chunks",
     "moe_enable_deepep": "chooses the flexible dispatcher's backend as the configuration is made",
-    "allow_fallbacks": "is what the judges themselves go by",
-    "save_interval": "read by growth.save_interval",
-    "rampup_save_interval": "read by growth.save_interval",
-    "exit_on_missing_checkpoint": "read by rules.needs_checkpoint",
+    "allow_fallbacks": "read by the checks themselves",
+    "save_interval": "read by schedule.save_interval_at",
+    "rampup_save_interval": "read by schedule.save_interval_at",
+    "exit_on_missing_checkpoint": "read by resuming.needs_checkpoint",
     "end_weight_decay": "read by schedule.weight_decays",
     "train_data_path": "read as one of three",
     "valid_data_path": "read as one of three",
-    "hetero_mode": "chooses between meshes and replicas (shares.is_on)",
+    "hetero_mode": "chooses between meshes and replicas (uses_microbatch_split)",
     "test_data_path": "read as one of three",
 }
-"""Arguments that this test cannot judge, and what they do."""
+"""Arguments whose use this test cannot detect, with their use."""
 
 BASE = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 32}
 BASE |= {"lr": 1e-3, "train_iters": 10}
 
 
-def _read_here() -> set[str]:
-    """Names that this project's code takes from arguments, or from what is made of them."""
-    found = {f"{part}_{unit}" for part in BY_PARTS for unit in ("iters", "samples")}
+def _names_read_by_project() -> set[str]:
+    """Return the names that the code of this project reads from arguments and derived values."""
+    names = {f"{part}_{unit}" for part in LENGTH_PREFIXES for unit in ("iters", "samples")}
     for part in ("train", "launcher", "config"):
         for path in PACKAGE.glob(f"{part}/**/*.py"):
-            if path.stem not in JUDGES:
-                found.update(_names(path))
-    return found
+            if path.stem not in CHECK_MODULES:
+                names.update(_names_read_in_file(path))
+    return names
 
 
-def _names(path: Path) -> Iterator[str]:
-    """``args.name``, ``config.name``, ``values["name"]`` and ``getattr(args, "name")``."""
+def _names_read_in_file(path: Path) -> Iterator[str]:
+    """Yield names read as ``args.x``, ``config.x``, ``values["x"]`` or ``getattr(args, "x")``."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Attribute) and _is_of_arguments(node.value):
+        if isinstance(node, ast.Attribute) and _is_argument_namespace(node.value):
             yield node.attr
         elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             yield str(node.slice.value)
@@ -98,33 +135,33 @@ def _names(path: Path) -> Iterator[str]:
             yield ast.unparse(node.args[1]).strip("'")
 
 
-def _is_of_arguments(node: ast.expr) -> bool:
+def _is_argument_namespace(node: ast.expr) -> bool:
     return ast.unparse(node).rpartition(".")[2].lstrip("_") in ("args", "config", "out")
 
 
-def _read_by_core() -> set[str]:
+def _names_read_by_core() -> set[str]:
     spec = importlib.util.find_spec("megatron")
     parts = [] if spec is None else spec.submodule_search_locations or []
     roots = [root for part in parts if (root := Path(part) / "core").is_dir()]
     if not roots:
         pytest.skip("megatron.core is not installed")
-    found: set[str] = set()
+    names: set[str] = set()
     for path in roots[0].rglob("*.py"):
-        if not NOT_REACHED.match(path.relative_to(roots[0]).with_suffix("").as_posix()):
-            found.update(re.findall(r"\.(\w+)", path.read_text(encoding="utf-8")))
-    return found
+        if not UNUSED_CORE_MODULES.match(path.relative_to(roots[0]).with_suffix("").as_posix()):
+            names.update(re.findall(r"\.(\w+)", path.read_text(encoding="utf-8")))
+    return names
 
 
-def _answered(argument: Argument) -> bool:
-    """Whether asking for something else than the default is refused, or noted."""
-    plain = {a.name: a.default for a in arguments().values()} | BASE
-    values = plain | {argument.name: _another(argument)}
-    told = {name for name, _ in (*rules.broken(values), *fallbacks.notes(values))}
-    noted = [name for names, _ in idle.notes(values, [argument.name]) for name in names]
-    return argument.name in told or argument.name in noted
+def _is_reported(argument: Argument) -> bool:
+    """Return whether a value other than the default is rejected or noted."""
+    defaults = {a.name: a.default for a in arguments().values()} | BASE
+    values = defaults | {argument.name: _other_value(argument)}
+    reported = {name for name, _ in (*check_values(values), *note_substitutions(values))}
+    noted = [name for names, _ in note_unused(values, [argument.name]) for name in names]
+    return argument.name in reported or argument.name in noted
 
 
-def _another(argument: Argument) -> object:
+def _other_value(argument: Argument) -> object:
     default = argument.default
     if argument.choices:
         value: object = next(choice for choice in argument.choices if choice != default)
@@ -139,22 +176,22 @@ def _another(argument: Argument) -> object:
     return [value] if argument.many else value
 
 
-def test_no_argument_is_taken_and_has_no_effect_without_a_word() -> None:
-    here, core = _read_here(), _read_by_core()
-    silent = [
+def test_no_argument_is_silently_ignored() -> None:
+    project_names, core_names = _names_read_by_project(), _names_read_by_core()
+    ignored = [
         argument.name
         for argument in arguments().values()
-        if argument.name not in here
-        and not (argument.origin in HANDED_ON and argument.name in core)
-        and argument.name not in OTHERWISE
-        and not _answered(argument)
+        if argument.name not in project_names
+        and not (argument.origin in CORE_CONFIG_ORIGINS and argument.name in core_names)
+        and argument.name not in INDIRECTLY_READ
+        and not _is_reported(argument)
     ]
-    assert silent == []
+    assert ignored == []
 
 
-def _told(given: dict[str, object], runner: Runner | None = None) -> str:
-    """All that a user is told of a YAML's arguments before a start."""
-    train = Train(model={**BASE, "mock_data": True, **given})
+def _launch_messages(changes: dict[str, object], runner: Runner | None = None) -> str:
+    """Return all problems and notes that a launch prints for these arguments."""
+    train = train_arguments(model={**BASE, "mock_data": True, **changes})
     experiment = Experiment(
         name="x",
         exp_dir=Path("/x"),
@@ -166,66 +203,81 @@ def _told(given: dict[str, object], runner: Runner | None = None) -> str:
         config_file=Path("/x.yaml"),
     )
     problems = [f"{problem.key}: {problem.message}" for problem in check_arguments(experiment)]
-    return "\n".join([*problems, *notes(experiment, 8)])
+    return "\n".join([*problems, *experiment_notes(experiment, 8)])
 
 
-def test_what_has_no_effect_is_told_to_whoever_writes_it() -> None:
-    """Not only known to a table."""
-    answered = [argument for argument in arguments().values() if _answered(argument)]
-    assert len(answered) > 150
-    quiet = [a.name for a in answered if a.name not in _told({a.name: _another(a)})]
-    assert quiet == []
+def test_argument_without_effect_is_reported_to_user() -> None:
+    """The table entry alone is not enough: the message must reach the user."""
+    reported = [argument for argument in arguments().values() if _is_reported(argument)]
+    assert len(reported) > 150
+    ignored = [
+        a.name for a in reported if a.name not in _launch_messages({a.name: _other_value(a)})
+    ]
+    assert ignored == []
 
 
-def test_every_other_name_reaches_an_argument_or_is_answered() -> None:
-    """Aliases, in either of their values where they are switches."""
-    quiet = []
+def test_every_alias_sets_an_argument_or_is_reported() -> None:
+    """Aliases are tried with a value, or with both values if they are switches."""
+    ignored = []
     for name, alias in aliases().items():
-        values = [True, False] if registry()[name].kind == "bool" else [_another(registry()[name])]
-        reached = [canonicalise(name, value) for value in values]
-        effects = [found for found in reached if found is not None]
+        values = (
+            [True, False] if registry()[name].kind == "bool" else [_other_value(registry()[name])]
+        )
+        results = [canonical(name, value) for value in values]
+        effects = [result for result in results if result is not None]
         changed = any(value != arguments()[target].default for target, value in effects)
-        if not changed and not any(alias.name in _told({name: value}) for value in values):
-            quiet.append(name)
-    assert quiet == []
+        if not changed and not any(
+            alias.name in _launch_messages({name: value}) for value in values
+        ):
+            ignored.append(name)
+    assert ignored == []
 
 
-def test_tables_hold_no_stale_names() -> None:
-    of_idle = {name for names, _ in idle.NOTED.values() for name in names} | set(idle.REFUSED)
-    of_idle |= {name for need in idle.NEEDS for name in (need.master, *need.names.split())}
-    assert of_idle - set(arguments()) == set()
-    assert [name for name in foreign.REFUSED if name in registry()] == []
-    taken = [(name, value) for name, value in foreign.VALUES if name in arguments()]
-    assert [value for name, value in taken if value in (arguments()[name].choices or ())] == []
-    assert {name for name, _ in foreign.VALUES} - set(arguments()) == {"action", "backend", "type"}
+def test_tables_have_no_stale_names() -> None:
+    unused = {name for names, _ in UNUSED_ARGUMENTS.values() for name in names} | set(
+        REFUSED_ARGUMENTS
+    )
+    unused |= {name for need in REQUIREMENTS for name in (need.master, *need.names.split())}
+    assert unused - set(arguments()) == set()
+    assert [name for name in UNSUPPORTED if name in registry()] == []
+    pairs = [(name, value) for name, value in UNSUPPORTED_VALUES if name in arguments()]
+    assert [value for name, value in pairs if value in (arguments()[name].choices or ())] == []
+    assert {name for name, _ in UNSUPPORTED_VALUES} - set(arguments()) == {
+        "action",
+        "backend",
+        "type",
+    }
 
 
-UNREAD = {
+UNREAD_KEYS = {
     "rdzv_backend": "has one value, static",
     "per_node_task": "is refused where it would mean anything (experiment_reader)",
     "enable_monitoring": "is noted where it is false (checks.notes)",
 }
-"""Keys beside ``train`` that nobody reads, and what is said of them."""
+"""Keys outside ``train`` that no code reads, with the reason."""
 
 
-def test_no_key_beside_train_is_taken_and_has_no_effect() -> None:
-    """Those of ``experiment`` and of its sections, nested ones too."""
+def test_no_key_outside_train_is_silently_ignored() -> None:
+    """Checks the keys of ``experiment`` and of its sections, including nested ones."""
     read: set[str] = set()
     for path in PACKAGE.rglob("*.py"):
-        if not path.stem.endswith(("schema", "reference", "explain")) and path.stem not in JUDGES:
-            read.update(_read_of_objects(path))
+        if (
+            not path.stem.endswith(("schema", "reference", "explain"))
+            and path.stem not in CHECK_MODULES
+        ):
+            read.update(_attributes_read_in_file(path))
     kinds = {"": Experiment, **SUBSECTIONS}
-    silent = {
+    ignored = {
         key
         for kind in kinds.values()
         for key, item in documented(kind).items()
         if item.name not in read
     }
-    assert silent == set(UNREAD)
+    assert ignored == set(UNREAD_KEYS)
 
 
-def _read_of_objects(path: Path) -> Iterator[str]:
-    """``runner.name``, and names that are texts, as tables of options have them."""
+def _attributes_read_in_file(path: Path) -> Iterator[str]:
+    """Yield names read as attributes, and the string constants of the Slurm option tables."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute):
             yield node.attr
@@ -233,12 +285,12 @@ def _read_of_objects(path: Path) -> Iterator[str]:
             yield str(node.value)
 
 
-def test_monitoring_that_is_switched_off_is_noted() -> None:
-    off = Runner(enable_monitoring=False)
-    assert "enable_monitoring: false has no effect" in _told({}, off)
+def test_disabled_monitoring_is_noted() -> None:
+    runner = Runner(enable_monitoring=False)
+    assert "enable_monitoring: false has no effect" in _launch_messages({}, runner)
 
 
-FOREIGN = {
+EXTERNAL_NAMES = {
     "multiple_instance": (None, None),
     "rl_use_sequence_packing": ("reinforcement learning", "refused"),
     "inference_max_requests": ("inference", "refused"),
@@ -274,14 +326,14 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize(("name", "answer"), FOREIGN.items(), ids=FOREIGN)
-def test_names_of_the_field_have_an_answer(
-    name: str, answer: tuple[str | None, str | None]
+@pytest.mark.parametrize(("name", "expected"), EXTERNAL_NAMES.items(), ids=EXTERNAL_NAMES)
+def test_names_from_other_projects_are_explained(
+    name: str, expected: tuple[str | None, str | None]
 ) -> None:
-    title, kind = answer
-    found = family(name)
-    assert (found and found.title) == title
-    assert (refusal(name) is not None, remark(name) is not None) == (
+    title, kind = expected
+    family = unsupported_family(name)
+    assert (family and family.title) == title
+    assert (why_unsupported(name) is not None, why_unused(name) is not None) == (
         kind == "refused",
         kind == "noted",
     )

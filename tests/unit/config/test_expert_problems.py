@@ -1,27 +1,27 @@
-"""What is refused of mixtures of experts."""
+"""Rejected arguments of mixture-of-experts models."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from unit.config.checks_lab import Problems, experiment_of, refused
+from unit.config.check_helpers import Problems, build_experiment, list_problems
 
 from flagscale.config.checks import check_arguments
 
-_TWO = ["aux_loss", "seq_aux_loss"]
+_TWO_LOSSES = ["aux_loss", "seq_aux_loss"]
 _BALANCING, _COEFFICIENT = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
 _GROUPS, _CHOSEN = "moe_router_num_groups", "moe_router_group_topk"
 _CAPACITY, _PADDED = "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"
 _SHARED = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True}
 
-FITS: dict[str, dict[str, Any]] = {
+VALID: dict[str, dict[str, Any]] = {
     "all": {"moe_router_topk": 4},
     "groups": {_GROUPS: 2, _CHOSEN: 1},
     "no-groups": {_GROUPS: 0, _CHOSEN: 0},
     "sinkhorn": {_BALANCING: "sinkhorn", "moe_router_topk": 1},
     "one-by-sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_topk": 1},
-    "two-losses": {_BALANCING: _TWO, _COEFFICIENT: [0.1, 0.2]},
+    "two-losses": {_BALANCING: _TWO_LOSSES, _COEFFICIENT: [0.1, 0.2]},
     "a-list-of-one": {_BALANCING: ["aux_loss"], _COEFFICIENT: 0.1},
     "padded": {_CAPACITY: 1.5, _PADDED: True},
     "shared": {**_SHARED, "moe_token_dispatcher_type": "alltoall"},
@@ -33,9 +33,9 @@ FITS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("values", FITS.values(), ids=FITS)
-def test_fits(values: dict[str, Any]) -> None:
-    assert check_arguments(experiment_of({"num_experts": 4, **values})) == []
+@pytest.mark.parametrize("values", VALID.values(), ids=VALID)
+def test_valid_moe_arguments_are_accepted(values: dict[str, Any]) -> None:
+    assert check_arguments(build_experiment({"num_experts": 4, **values})) == []
 
 
 PROBLEMS: Problems = {
@@ -71,11 +71,11 @@ PROBLEMS: Problems = {
         f"3, but 1 of 2 groups ({_CHOSEN}) have 2 experts",
     ),
     "one-coefficient-of-two": (
-        {_BALANCING: _TWO, _COEFFICIENT: [0.1]},
+        {_BALANCING: _TWO_LOSSES, _COEFFICIENT: [0.1]},
         _COEFFICIENT,
-        f"[0.1]: expected a number for each of {_BALANCING} {_TWO}",
+        f"[0.1]: expected a number for each of {_BALANCING} {_TWO_LOSSES}",
     ),
-    "no-list": ({_BALANCING: _TWO}, _COEFFICIENT, "0.0: expected a number for each of"),
+    "no-list": ({_BALANCING: _TWO_LOSSES}, _COEFFICIENT, "0.0: expected a number for each of"),
     "two-coefficients-of-one": (
         {_COEFFICIENT: [0.1, 0.2]},
         _COEFFICIENT,
@@ -151,7 +151,7 @@ PROBLEMS: Problems = {
 
 
 @pytest.mark.parametrize(("values", "name", "message"), PROBLEMS.values(), ids=PROBLEMS)
-def test_problem(values: dict[str, Any], name: str, message: str) -> None:
-    ((found, said),) = refused({"num_experts": 4, **values})
-    assert message in said
-    assert found == name
+def test_invalid_moe_argument_is_rejected(values: dict[str, Any], name: str, message: str) -> None:
+    ((argument, text),) = list_problems({"num_experts": 4, **values})
+    assert message in text
+    assert argument == name

@@ -1,4 +1,4 @@
-"""Families of models, as the launcher knows them: without torch."""
+"""Model families in the launcher, which does not import torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,19 @@ from typing import Any
 
 import pytest
 
-from flagscale.config.arguments import families, idle, rules
-from flagscale.config.arguments.families import FAMILIES, family
-from flagscale.config.arguments.registry import arguments
-from flagscale.config.arguments.resolve import resolve
+from flagscale.config.arguments import rules
+from flagscale.config.arguments.check import check_values
+from flagscale.config.arguments.compat.unused import note_unused
+from flagscale.config.arguments.derive import derive_arguments
+from flagscale.config.arguments.rules.model_family import (
+    FAMILY_LAYOUTS,
+    MODEL_FAMILIES,
+    ModelFamily,
+    check_family,
+    families_by_argument,
+    get_model_family,
+)
+from flagscale.config.arguments.spec.registry import arguments
 from flagscale.estimate import arithmetic, weights
 
 PROJECT = Path(__file__).resolve().parents[3]
@@ -21,27 +30,27 @@ BASE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_lengt
 BASE |= {"lr": 1e-3, "train_iters": 2, "vocab_size": 100, "mock_data": True}
 
 
-def values(**given: Any) -> dict[str, Any]:
-    return {a.name: a.default for a in arguments().values()} | BASE | given
+def argument_values(**changes: Any) -> dict[str, Any]:
+    return {a.name: a.default for a in arguments().values()} | BASE | changes
 
 
-@pytest.mark.parametrize("name", FAMILIES.own)
-def test_a_family_is_known_without_torch(name: str) -> None:
+@pytest.mark.parametrize("name", MODEL_FAMILIES.builtin)
+def test_model_family_is_loaded_without_torch(name: str) -> None:
     code = (
-        "from flagscale.config.arguments.families import family, broken; import sys\n"
-        f"assert family({name!r}).name == {name!r}\n"
+        "from flagscale.config.arguments.rules.model_family import get_model_family; import sys\n"
+        f"assert get_model_family({name!r}).name == {name!r}\n"
         "loaded = {module.partition('.')[0] for module in sys.modules}\n"
         "assert loaded & {'torch', 'megatron', 'numpy'} == set()"
     )
     subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=True)
 
 
-def test_every_familys_arguments_are_arguments() -> None:
-    assert set(families.owners()) <= set(arguments())
+def test_arguments_of_families_exist() -> None:
+    assert set(families_by_argument()) <= set(arguments())
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("changes", "expected"),
     [
         pytest.param({}, [], id="gpt"),
         pytest.param({"family": "bert"}, [], id="bert"),
@@ -65,12 +74,16 @@ def test_every_familys_arguments_are_arguments() -> None:
         ),
     ],
 )
-def test_what_a_family_refuses(given: dict[str, Any], expected: list[str]) -> None:
-    assert [f"{name}: {message}" for name, message in rules.broken(values(**given))] == expected
+def test_unsupported_arguments_of_family_are_rejected(
+    changes: dict[str, Any], expected: list[str]
+) -> None:
+    assert [
+        f"{name}: {message}" for name, message in check_values(argument_values(**changes))
+    ] == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("changes", "expected"),
     [
         pytest.param({"mask_prob": 0.3}, [(["mask_prob"], "needs family: bert")], id="masked-gpt"),
         pytest.param({"mask_prob": 0.3, "family": "bert"}, [], id="masked-bert"),
@@ -86,20 +99,20 @@ def test_what_a_family_refuses(given: dict[str, Any], expected: list[str]) -> No
         ),
     ],
 )
-def test_what_another_family_would_need(
-    given: dict[str, Any], expected: list[tuple[list[str], str]]
+def test_arguments_of_other_family_are_noted_as_unused(
+    changes: dict[str, Any], expected: list[tuple[list[str], str]]
 ) -> None:
-    assert list(idle.notes(values(**given), given)) == expected
+    assert list(note_unused(argument_values(**changes), changes)) == expected
 
 
-class Other(families.Family):
-    """A family that is made for nothing but data parallelism."""
+class DataParallelFamily(ModelFamily):
+    """Model family that supports data parallelism only."""
 
     name = "other"
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("changes", "expected"),
     [
         pytest.param({}, [], id="nothing"),
         pytest.param({"tensor_model_parallel_size": 1, "enable_hetero": False}, [], id="off"),
@@ -108,40 +121,40 @@ class Other(families.Family):
                 {name: value}, [f"{text} with family other: {reason}; leave it out"], id=name
             )
             for (name, reason), (value, text) in zip(
-                families.LAYOUTS.items(),
+                FAMILY_LAYOUTS.items(),
                 [*[(2, "2")] * 4, (True, "true"), ("full", "'full'")],
                 strict=True,
             )
         ),
     ],
 )
-def test_layouts_that_a_family_is_not_made_for(
-    given: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
+def test_unsupported_layout_of_family_is_rejected(
+    changes: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = Other()
-    monkeypatch.setattr(families, "family", lambda _: other)
-    assert [message for _, message in families.broken(values(**given))] == expected
-    other.layouts = tuple(given)
-    assert list(families.broken(values(**given))) == []
+    family = DataParallelFamily()
+    monkeypatch.setattr(rules.model_family, "get_model_family", lambda _: family)
+    assert [message for _, message in check_family(argument_values(**changes))] == expected
+    family.layouts = tuple(changes)
+    assert list(check_family(argument_values(**changes))) == []
 
 
-def resolved(**given: Any) -> Namespace:
-    return resolve(Namespace(**values(**given)), 1)
+def derive_with(**changes: Any) -> Namespace:
+    return derive_arguments(Namespace(**argument_values(**changes)), 1)
 
 
-def test_attention_to_both_sides_is_twice_the_arithmetic_and_the_head_has_a_layer() -> None:
-    one, other = resolved(), resolved(family="bert")
-    attention = 3 * 2 * 2 * 32 * 64  # both passes, two products, of two layers
+def test_bert_has_more_flops_than_gpt_by_attention_and_head() -> None:
+    gpt, bert = derive_with(), derive_with(family="bert")
+    attention = 3 * 2 * 2 * 32 * 64  # forward and backward, two products, two layers
     head = 3 * 2 * 64 * 64
-    found = [arithmetic.flops_per_token(args, 128) for args in (one, other)]
-    assert found[1] - found[0] == attention + head
+    flops = [arithmetic.flops_per_token(args, 128) for args in (gpt, bert)]
+    assert flops[1] - flops[0] == attention + head
 
 
-def test_the_head_of_bert_by_hand() -> None:
-    args = resolved(family="bert", tensor_model_parallel_size=1)
-    assert weights.head(args, 128).all == 64 * 64 + 64 + 2 * 64 + 128
-    assert weights.head(resolved(), 128).all == 0
+def test_bert_head_weights() -> None:
+    args = derive_with(family="bert", tensor_model_parallel_size=1)
+    assert weights.head_weights(args, 128).all == 64 * 64 + 64 + 2 * 64 + 128
+    assert weights.head_weights(derive_with(), 128).all == 0
 
 
-def test_the_family_of_another_name_is_not_made_twice() -> None:
-    assert family("gpt") is family("gpt")
+def test_model_family_is_cached() -> None:
+    assert get_model_family("gpt") is get_model_family("gpt")

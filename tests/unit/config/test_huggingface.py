@@ -1,4 +1,4 @@
-"""config.json as arguments, and arguments as config.json."""
+"""Conversion between Hugging Face's config.json and arguments."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flagscale.config.arguments.huggingface.families import FAMILIES, REFUSED
-from flagscale.config.arguments.huggingface.models import (
-    FUNCTION,
+from flagscale.config.arguments.compat.huggingface.families import (
+    HUGGINGFACE_FAMILIES,
+    UNSUPPORTED_MODEL_TYPES,
+)
+from flagscale.config.arguments.compat.huggingface.models import (
+    MODEL_FUNCTION,
     arguments_of,
     config_of,
     effective,
 )
-from flagscale.config.arguments.registry import arguments
-from flagscale.config.checks import Arguments, notes
+from flagscale.config.arguments.spec.registry import arguments
+from flagscale.config.checks import experiment_notes
 from flagscale.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -157,7 +160,7 @@ DEEPSEEK2 = {
     "routed_scaling_factor": 1.0,
 }
 
-SAID: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
+PUBLISHED: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
     "Llama 3": (
         LLAMA,
         {
@@ -321,13 +324,13 @@ SAID: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("config", "wanted"), SAID.values(), ids=SAID)
-def test_published_configurations(config: Mapping[str, Any], wanted: dict[str, Any]) -> None:
-    found = arguments_of(config)
-    assert {name: found[name] for name in wanted} == wanted
+@pytest.mark.parametrize(("config", "expected"), PUBLISHED.values(), ids=PUBLISHED)
+def test_published_config_is_converted(config: Mapping[str, Any], expected: dict[str, Any]) -> None:
+    values = arguments_of(config)
+    assert {name: values[name] for name in expected} == expected
 
 
-CANNOT: dict[str, tuple[Mapping[str, Any], list[str]]] = {
+UNSUPPORTED: dict[str, tuple[Mapping[str, Any], list[str]]] = {
     "unknown family": (
         {**LLAMA, "model_type": "lama"},
         ["model_type 'lama' is not known", "did you mean 'llama'"],
@@ -433,8 +436,10 @@ CANNOT: dict[str, tuple[Mapping[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("config", "words"), CANNOT.values(), ids=CANNOT)
-def test_what_cannot_be_had_says_why(config: Mapping[str, Any], words: list[str]) -> None:
+@pytest.mark.parametrize(("config", "words"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_unsupported_config_is_rejected_with_reason(
+    config: Mapping[str, Any], words: list[str]
+) -> None:
     with pytest.raises(CheckpointError) as error:
         arguments_of(config)
     assert [word for word in words if word not in str(error.value)] == [], str(error.value)
@@ -464,7 +469,7 @@ _VALUES = st.recursive(
     data=st.data(),
 )
 @settings(deadline=None, max_examples=300)
-def test_whatever_a_config_holds_is_read_or_refused(
+def test_random_config_is_converted_or_rejected(
     config: dict[str, Any], data: st.DataObject
 ) -> None:
     changed = dict(config)
@@ -480,9 +485,9 @@ def test_whatever_a_config_holds_is_read_or_refused(
         assert str(error)
 
 
-def test_no_family_is_both_read_and_refused() -> None:
-    assert not FAMILIES.keys() & REFUSED.keys()
-    assert set(FUNCTION) <= set(arguments())
+def test_no_model_type_is_both_supported_and_unsupported() -> None:
+    assert not HUGGINGFACE_FAMILIES.keys() & UNSUPPORTED_MODEL_TYPES.keys()
+    assert set(MODEL_FUNCTION) <= set(arguments())
 
 
 _SIZES = {
@@ -558,7 +563,7 @@ _KINDS = st.sampled_from(
 
 @given(sizes=st.fixed_dictionaries(_SIZES), rope=_ROPE, kind=_KINDS)
 @settings(deadline=None)
-def test_what_a_config_says_of_a_model_is_that_model(
+def test_arguments_survive_round_trip_through_config(
     sizes: dict[str, Any], rope: dict[str, Any], kind: dict[str, Any]
 ) -> None:
     base = {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False}
@@ -568,7 +573,7 @@ def test_what_a_config_says_of_a_model_is_that_model(
     assert effective(arguments_of(config)) == effective(values)
 
 
-def test_what_no_family_can_say_is_told() -> None:
+def test_model_without_matching_family_is_rejected() -> None:
     values = {**arguments_of(LLAMA), "squared_relu": True, "swiglu": False, "qk_l2_norm": True}
     with pytest.raises(CheckpointError, match="nearest is LlamaForCausalLM") as error:
         config_of(values)
@@ -576,9 +581,9 @@ def test_what_no_family_can_say_is_told() -> None:
         assert name in str(error.value)
 
 
-# --- what an experiment makes of it ----------------------------------------------------------
+# --- Experiments that start from a Hugging Face checkpoint -----------------------------------
 
-FREE = """\
+NO_MODEL = """\
 model:
   seq_length: 32
   train_iters: 10
@@ -591,19 +596,26 @@ START = "+train.system.pretrained_checkpoint=hf"
 
 @pytest.fixture
 def model(workspace: Workspace) -> Workspace:
-    workspace.write("conf/train/tiny.yaml", FREE)
+    workspace.write("conf/train/tiny.yaml", NO_MODEL)
     workspace.write("hf/config.json", json.dumps(TINY))
     return workspace
 
 
-def test_what_a_yaml_leaves_out_is_the_models(model: Workspace) -> None:
+def test_missing_arguments_are_read_from_checkpoint_config(model: Workspace) -> None:
     experiment = model.load(START)
-    values = Arguments.of(experiment).values()
-    shown = {name: values[name] for name in ("num_layers", "kv_channels", "swiglu", "rotary_base")}
-    assert shown == {"num_layers": 4, "kv_channels": 8, "swiglu": True, "rotary_base": 500000}
-    # Zeros behind the vocabulary would count in the softmax.
+    values = experiment.train.values
+    model_values = {
+        name: values[name] for name in ("num_layers", "kv_channels", "swiglu", "rotary_base")
+    }
+    assert model_values == {
+        "num_layers": 4,
+        "kv_channels": 8,
+        "swiglu": True,
+        "rotary_base": 500000,
+    }
+    # Zero weights of a padded vocabulary would contribute to the softmax.
     assert (values["vocab_size"], values["make_vocab_size_divisible_by"]) == (128256, 1)
-    (note,) = [n for n in notes(experiment, 2) if "config.json" in n]
+    (note,) = [n for n in experiment_notes(experiment, 2) if "config.json" in n]
     assert "num_layers" in note and str(model.root / "hf") in note
 
 
@@ -617,22 +629,24 @@ def test_what_a_yaml_leaves_out_is_the_models(model: Workspace) -> None:
         pytest.param("vocab_size=1000", "1000 here, config.json has 128256", id="vocabulary"),
     ],
 )
-def test_what_disagrees_is_refused(model: Workspace, override: str, message: str) -> None:
+def test_conflict_with_checkpoint_config_is_rejected(
+    model: Workspace, override: str, message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         model.load(START, f"+train.model.{override}")
     assert message in str(error.value)
 
 
-def test_what_agrees_in_other_words_is_taken(model: Workspace) -> None:
+def test_equivalent_arguments_are_accepted(model: Workspace) -> None:
     model.write("hf/config.json", json.dumps({**TINY, "model_type": "mistral", "sliding_window": 32,
                                               "architectures": None}))  # fmt: skip
     experiment = model.load(
         START, "+train.model.num_query_groups=8", "+train.model.window_size=null"
     )
-    assert Arguments.of(experiment)["window_size"] is None  # no sequence is longer
+    assert experiment.train["window_size"] is None  # the window covers the whole sequence
     longer = model.load(START, "train.model.seq_length=64")
-    assert Arguments.of(longer)["window_size"] == [31, 0]
-    assert Arguments.of(longer)["attention_backend"] == "auto"
+    assert longer.train["window_size"] == [31, 0]
+    assert longer.train["attention_backend"] == "auto"
 
 
 @pytest.mark.parametrize(
@@ -643,13 +657,15 @@ def test_what_agrees_in_other_words_is_taken(model: Workspace) -> None:
         pytest.param("load=hf", "pretrained_checkpoint starts from one", id="load"),
     ],
 )
-def test_other_directories_are_told_apart(model: Workspace, override: str, message: str) -> None:
+def test_invalid_pretrained_directory_is_rejected(
+    model: Workspace, override: str, message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         model.load(f"+train.system.{override}", purpose="launch")
     assert message in str(error.value)
 
 
-def test_a_damaged_config_is_a_problem_of_its_key(model: Workspace) -> None:
+def test_corrupt_config_is_reported_for_its_key(model: Workspace) -> None:
     model.write("hf/config.json", "{")
     with pytest.raises(ConfigError, match=r"pretrained_checkpoint: .*holds no JSON"):
         model.load(START)

@@ -1,4 +1,4 @@
-"""References to a host's own variables, from the YAML to the value, and hints at what to write."""
+"""References to environment variables of a host and to other keys, and hints for wrong ones."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from flagscale.config.checks import notes
-from flagscale.config.interpolation import literal, parts, readable, reference, references
+from flagscale.config.checks import experiment_notes
+from flagscale.config.interpolation import (
+    reference,
+    references,
+    restore_references,
+    split_references,
+    without_references,
+)
 from flagscale.errors import ConfigError
-from flagscale.hosts.probe import filled
+from flagscale.hosts.probe import fill_references
 
 if TYPE_CHECKING:
     from conftest import Workspace
@@ -31,18 +37,18 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize(("written", "text"), WRITTEN.values(), ids=WRITTEN)
-def test_a_reference_stays_in_the_value(workspace: Workspace, written: str, text: str) -> None:
-    more = f"  envs:\n    SOURCE: ${{host:SOURCE}}\n    X: {written}\n"
-    workspace.replace("conf/train.yaml", "  envs:\n", more)
-    assert workspace.load().envs.common["X"] == text
+@pytest.mark.parametrize(("written", "expected"), WRITTEN.values(), ids=WRITTEN)
+def test_host_reference_is_kept_in_value(workspace: Workspace, written: str, expected: str) -> None:
+    section = f"  envs:\n    SOURCE: ${{host:SOURCE}}\n    X: {written}\n"
+    workspace.replace("conf/train.yaml", "  envs:\n", section)
+    assert workspace.load().envs.common["X"] == expected
 
 
-def test_a_reference_on_the_command_line(workspace: Workspace) -> None:
-    loaded = workspace.load("experiment.envs.PATH=/opt/x y,'z':${host:PATH}")
-    assert loaded.envs.common["PATH"] == f"/opt/x y,'z':{PATH}"
-    own = workspace.load("+experiment.envs.node_specific.h.PATH=${host:PATH}").envs
-    assert own.by_host["h"]["PATH"] == PATH
+def test_host_reference_in_override(workspace: Workspace) -> None:
+    experiment = workspace.load("experiment.envs.PATH=/opt/x y,'z':${host:PATH}")
+    assert experiment.envs.common["PATH"] == f"/opt/x y,'z':{PATH}"
+    envs = workspace.load("+experiment.envs.node_specific.h.PATH=${host:PATH}").envs
+    assert envs.by_host["h"]["PATH"] == PATH
 
 
 PROBLEMS = {
@@ -57,9 +63,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize(("written", "message"), PROBLEMS.values(), ids=PROBLEMS)
-def test_what_refers_to_nothing_is_refused(
-    workspace: Workspace, written: str, message: str
-) -> None:
+def test_invalid_reference_is_rejected(workspace: Workspace, written: str, message: str) -> None:
     workspace.replace("conf/train.yaml", "CUDA_VISIBLE_DEVICES: 0,1", written)
     with pytest.raises(ConfigError) as error:
         workspace.load()
@@ -108,7 +112,7 @@ HINTS = {
 
 
 @pytest.mark.parametrize(("written", "message"), HINTS.values(), ids=HINTS)
-def test_the_hint_says_what_to_write(workspace: Workspace, written: str, message: str) -> None:
+def test_hint_shows_correct_syntax(workspace: Workspace, written: str, message: str) -> None:
     workspace.replace("conf/train.yaml", "exp_name: demo", written)
     with pytest.raises(ConfigError) as error:
         workspace.load()
@@ -116,7 +120,7 @@ def test_the_hint_says_what_to_write(workspace: Workspace, written: str, message
     assert str(error.value).endswith(message)
 
 
-def test_all_that_cannot_be_resolved_is_told_at_once(workspace: Workspace) -> None:
+def test_all_unresolved_references_are_reported_at_once(workspace: Workspace) -> None:
     workspace.replace("conf/train.yaml", "exp_name: demo", "exp_name: ${a${b}")
     workspace.replace("conf/train.yaml", "exp_dir: ./outputs demo", "exp_dir: ${experiment.nme}")
     workspace.replace("conf/train/tiny.yaml", "num_layers: 4", "num_layers: ${layers:??}")
@@ -129,7 +133,7 @@ def test_all_that_cannot_be_resolved_is_told_at_once(workspace: Workspace) -> No
     ]
 
 
-OWN = {
+USER_KEYS = {
     "of-the-experiment": ("  layers: 6\n", "${experiment.layers}", 6),
     "in-a-section": ("  own: {layers: [6]}\n", "${experiment.own.layers[0]}", 6),
     "at-the-top": ("layers: 6\n", "${layers}", 6),
@@ -137,24 +141,26 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize(("own", "reference", "value"), OWN.values(), ids=OWN)
-def test_keys_of_ones_own_are_sources(
-    workspace: Workspace, own: str, reference: str, value: int
+@pytest.mark.parametrize(("line", "reference", "value"), USER_KEYS.values(), ids=USER_KEYS)
+def test_user_defined_key_can_be_referenced(
+    workspace: Workspace, line: str, reference: str, value: int
 ) -> None:
     text = (workspace.conf / "train.yaml").read_text(encoding="utf-8")
-    place = "action: run\n" if own[0] == "l" else "  exp_name: demo\n"
-    (workspace.conf / "train.yaml").write_text(text.replace(place, place + own), encoding="utf-8")
+    place = "action: run\n" if line[0] == "l" else "  exp_name: demo\n"
+    (workspace.conf / "train.yaml").write_text(text.replace(place, place + line), encoding="utf-8")
     workspace.replace("conf/train/tiny.yaml", "num_layers: 4", f"num_layers: {reference}")
     experiment = workspace.load()
-    assert experiment.train.model["num_layers"] == value
+    assert experiment.train["num_layers"] == value
     assert not experiment.idle
 
 
-def test_a_key_that_nothing_refers_to_is_noted(workspace: Workspace) -> None:
+def test_unreferenced_user_key_is_noted(workspace: Workspace) -> None:
     workspace.replace("conf/train.yaml", "  exp_name: demo\n", "  exp_name: demo\n  seed: 4\n")
     experiment = workspace.load()
     assert experiment.idle == ("experiment.seed",)
-    assert "no key takes its value from it by ${experiment.seed}" in notes(experiment, 1)[0]
+    assert (
+        "no key takes its value from it by ${experiment.seed}" in experiment_notes(experiment, 1)[0]
+    )
     with pytest.raises(ConfigError, match=r"override: experiment\.steps: unknown key"):
         workspace.load("+experiment.steps=4")
 
@@ -171,15 +177,17 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize(("name", "value", "there", "unset"), VALUES.values(), ids=VALUES)
-def test_an_unset_variable_is_empty(name: str, value: str, there: str, unset: str) -> None:
-    """And leaves no empty entry in a list of directories, which would mean the working one."""
-    taken_apart = parts(name, value)
-    assert filled(taken_apart, {"PATH": "/bin"}) == there
-    assert filled(taken_apart, {"PATH": ""}) == filled(taken_apart, {}) == unset
+@pytest.mark.parametrize(
+    ("name", "value", "expected", "expected_unset"), VALUES.values(), ids=VALUES
+)
+def test_unset_variable_is_empty(name: str, value: str, expected: str, expected_unset: str) -> None:
+    """A path list gets no empty entry, which would mean the working directory."""
+    parts = split_references(name, value)
+    assert fill_references(parts, {"PATH": "/bin"}) == expected
+    assert fill_references(parts, {"PATH": ""}) == fill_references(parts, {}) == expected_unset
 
 
-def test_values_are_shown_as_a_yaml_writes_them() -> None:
+def test_references_are_restored_to_yaml_syntax() -> None:
     value = f"a ${{host:X}}{reference('X')}"
-    assert readable({"k": [value, 1, None]}) == {"k": [r"a \${host:X}${host:X}", 1, None]}
-    assert (references(value), literal(value)) == (["X"], "a ${host:X}")
+    assert restore_references({"k": [value, 1, None]}) == {"k": [r"a \${host:X}${host:X}", 1, None]}
+    assert (references(value), without_references(value)) == (["X"], "a ${host:X}")

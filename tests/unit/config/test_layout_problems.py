@@ -1,11 +1,11 @@
-"""What layouts, and what saves memory and time in them, ask of a model."""
+"""Rejected arguments of parallel layouts, recomputation and communication overlap."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from unit.config.checks_lab import BOUNDED, CAPTURED, Problems, refused
+from unit.config.check_helpers import BOUNDED_ALL_REDUCE, FULL_CUDA_GRAPH, Problems, list_problems
 
 PROBLEMS: Problems = {
     "heads": ({"tensor_model_parallel_size": 3}, "num_attention_heads", "8 is not divisible"),
@@ -205,7 +205,7 @@ PROBLEMS: Problems = {
     "permute": ({"moe_permute_fusion": True}, "moe_permute_fusion", "needs Transformer Engine"),
     "router": ({"moe_router_fusion": True}, "moe_router_fusion", "needs Transformer Engine"),
     **{
-        f"captured-{name}": ({**CAPTURED, name: value}, name, message)
+        f"captured-{name}": ({**FULL_CUDA_GRAPH, name: value}, name, message)
         for name, value, message in (
             ("cuda_graph_scope", ["attn"], "['attn']: only whole steps are captured here"),
             ("tensor_model_parallel_size", 2, "2: ranks would communicate within a captured step"),
@@ -239,7 +239,7 @@ PROBLEMS: Problems = {
         "megatron.core shards Adam alone",
     ),
     "bounded": (
-        {**BOUNDED, "use_distributed_optimizer": True},
+        {**BOUNDED_ALL_REDUCE, "use_distributed_optimizer": True},
         "use_distributed_optimizer",
         "true with comm: {tail: bounded}: it sums gradients by reduce_scatter, which is exact",
     ),
@@ -267,7 +267,9 @@ PROBLEMS: Problems = {
 
 
 @pytest.mark.parametrize(("values", "name", "message"), PROBLEMS.values(), ids=PROBLEMS)
-def test_problem(values: dict[str, Any], name: str, message: str) -> None:
-    ((found, said),) = refused(values)
-    assert message in said
-    assert found == name or name not in values
+def test_invalid_layout_argument_is_rejected(
+    values: dict[str, Any], name: str, message: str
+) -> None:
+    ((argument, text),) = list_problems(values)
+    assert message in text
+    assert argument == name or name not in values

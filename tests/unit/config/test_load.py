@@ -1,4 +1,4 @@
-"""From a composed YAML to an Experiment, or to one message with every problem."""
+"""Loading of a composed YAML as an Experiment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from flagscale.config.load import load, missing_paths
+from flagscale.config.checks import check_files
+from flagscale.config.load import load
 from flagscale.config.schema import OWN_PROGRAM, Commands, Environments, Options
 from flagscale.config.secrets import redact
 from flagscale.errors import ConfigError
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from conftest import Workspace
 
 
-def test_a_whole_experiment(workspace: Workspace) -> None:
+def test_complete_experiment_is_loaded(workspace: Workspace) -> None:
     experiment = workspace.load("train.model.num_layers=2")
     assert experiment.name == "demo"
     assert experiment.exp_dir == workspace.root / "outputs demo"
@@ -26,8 +27,8 @@ def test_a_whole_experiment(workspace: Workspace) -> None:
     assert (experiment.runner.nnodes, experiment.runner.nproc_per_node) == (1, 2)
     assert experiment.envs == Environments({"CUDA_VISIBLE_DEVICES": "0,1"})
     assert experiment.cmds == Commands()
-    assert experiment.train.model["num_layers"] == 2
-    assert experiment.train.data["data_path"] == str(workspace.root / "data/text")
+    assert experiment.train["num_layers"] == 2
+    assert experiment.train.spelled["data_path"].value == str(workspace.root / "data/text")
     assert experiment.config_file == workspace.conf / "train.yaml"
     assert experiment.overrides == ("train.model.num_layers=2",)
     assert experiment.sources["train.model.num_layers"] == "override"
@@ -53,9 +54,9 @@ CHECKOUTS = {
 }
 
 
-@pytest.mark.parametrize(("files", "program", "found"), CHECKOUTS.values(), ids=CHECKOUTS)
-def test_packages_of_a_foreign_program(
-    workspace: Workspace, files: tuple[str, ...], program: str, found: list[str]
+@pytest.mark.parametrize(("files", "program", "packages"), CHECKOUTS.values(), ids=CHECKOUTS)
+def test_packages_of_external_program(
+    workspace: Workspace, files: tuple[str, ...], program: str, packages: list[str]
 ) -> None:
     for name in (*files, program):
         workspace.write(f"theirs/{name}", "")
@@ -63,10 +64,10 @@ def test_packages_of_a_foreign_program(
     root = workspace.root / "theirs"
     task = workspace.load(purpose="plan").task
     assert task.external
-    assert task.packages == tuple(root / name for name in found)
+    assert task.packages == tuple(root / name for name in packages)
 
 
-def test_flagscales_program_for_unlike_devices_is_this_one(workspace: Workspace) -> None:
+def test_heterogeneous_entrypoint_of_flagscale_is_builtin_program(workspace: Workspace) -> None:
     entrypoint = "entrypoint: ./flagscale/train/hetero/train_gpt.py"
     workspace.replace("conf/train.yaml", "type: train", entrypoint)
     task = workspace.load().task
@@ -76,13 +77,13 @@ def test_flagscales_program_for_unlike_devices_is_this_one(workspace: Workspace)
 @pytest.mark.parametrize(
     ("value", "nnodes"), [("1", 1), ('"1"', 1), ("1:4", 1), ('"1:4"', 1), ("null", None)]
 )
-def test_nnodes(workspace: Workspace, value: str, nnodes: int | None) -> None:
+def test_nnodes_without_hostfile(workspace: Workspace, value: str, nnodes: int | None) -> None:
     workspace.replace("conf/train.yaml", "nnodes: 1", f"nnodes: {value}")
     assert workspace.load().runner.nnodes == nnodes
 
 
 @pytest.mark.parametrize(("value", "nnodes"), [('"2:4"', 2), ('"4"', 4), ("4", 4), ("2:4", 2)])
-def test_nnodes_with_a_hostfile(workspace: Workspace, value: str, nnodes: int) -> None:
+def test_nnodes_with_hostfile(workspace: Workspace, value: str, nnodes: int) -> None:
     workspace.replace("conf/train.yaml", "nnodes: 1", f"nnodes: {value}\n    hostfile: hostfile")
     runner = workspace.load().runner
     assert (runner.nnodes, runner.hostfile) == (nnodes, workspace.root / "hostfile")
@@ -108,12 +109,12 @@ def test_nnodes_with_a_hostfile(workspace: Workspace, value: str, nnodes: int) -
         ("é日本", "é日本"),
     ],
 )
-def test_environment_values_are_the_text(workspace: Workspace, written: str, text: str) -> None:
+def test_environment_values_keep_their_text(workspace: Workspace, written: str, text: str) -> None:
     workspace.replace("conf/train.yaml", "  envs:\n", f"  envs:\n    X: {written}\n")
     assert workspace.load().envs.common["X"] == text
 
 
-def test_environment_of_types_and_hosts(workspace: Workspace) -> None:
+def test_environment_per_device_type_and_host(workspace: Workspace) -> None:
     workspace.replace(
         "conf/train.yaml",
         "    CUDA_VISIBLE_DEVICES: 0,1\n",
@@ -128,7 +129,7 @@ def test_environment_of_types_and_hosts(workspace: Workspace) -> None:
     assert envs.for_host("h2.x.y", None)["C"] == "3"
 
 
-def test_runner_keys(workspace: Workspace) -> None:
+def test_runner_keys_are_loaded(workspace: Workspace) -> None:
     workspace.replace(
         "conf/train.yaml",
         "    nnodes: 1\n",
@@ -147,7 +148,7 @@ def test_runner_keys(workspace: Workspace) -> None:
     }
 
 
-def test_commands_and_options(workspace: Workspace) -> None:
+def test_commands_and_options_are_loaded(workspace: Workspace) -> None:
     workspace.replace("conf/train.yaml", "action: run", "action: logs\nfollow: true\nlines: 5")
     workspace.replace(
         "conf/train.yaml",
@@ -161,17 +162,17 @@ def test_commands_and_options(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize("size", [131_069, 100_000])
-def test_a_long_variable_that_fits(workspace: Workspace, size: int) -> None:
+def test_long_environment_variable_is_accepted(workspace: Workspace, size: int) -> None:
     workspace.replace("conf/train.yaml", "CUDA_VISIBLE_DEVICES: 0,1", f"X: {'x' * size}")
     assert len(workspace.load().envs.common["X"]) == size
 
 
-def test_what_the_hint_for_a_command_proposes(workspace: Workspace) -> None:
+def test_escaped_shell_expansion_in_command(workspace: Workspace) -> None:
     workspace.replace("conf/train.yaml", "  envs:", "  cmds: {after_stop: '\\${X:0:2}'}\n  envs:")
     assert workspace.load().cmds.after_stop == "${X:0:2}"
 
 
-def test_whom_to_notify(workspace: Workspace) -> None:
+def test_notify_section_is_loaded_and_redacted(workspace: Workspace) -> None:
     words = "notify: {webhook: 'https://chat/s3cr3t', on: [finished]}"
     workspace.replace("conf/train.yaml", "nnodes: 1", words)
     experiment = workspace.load("experiment.runner.notify.command=cat > /dev/null")
@@ -183,25 +184,25 @@ def test_whom_to_notify(workspace: Workspace) -> None:
     assert "s3cr3t" not in str(redact(experiment.resolved))
 
 
-def test_shared_memory_is_a_directory_like_others(workspace: Workspace) -> None:
+def test_shared_memory_directory_is_accepted(workspace: Workspace) -> None:
     assert workspace.load("experiment.exp_dir=/dev/shm/run").exp_dir == Path("/dev/shm/run")
 
 
-def test_a_plan_needs_no_data_here(workspace: Workspace) -> None:
+def test_plan_does_not_need_local_data(workspace: Workspace) -> None:
     (workspace.root / "data/text.idx").unlink()
     with pytest.raises(ConfigError, match="no data set"):
         workspace.load()
     experiment = workspace.load("action=dryrun")
-    assert [p.key for p in missing_paths(experiment)] == ["train.data.data_path"]
+    assert [p.key for p in check_files(experiment)] == ["train.data.data_path"]
 
 
 @pytest.mark.parametrize("action", ["stop", "query", "logs"])
-def test_a_run_is_found_whatever_its_arguments(workspace: Workspace, action: str) -> None:
+def test_existing_run_is_found_with_invalid_arguments(workspace: Workspace, action: str) -> None:
     workspace.replace("conf/train/tiny.yaml", "num_layers: 4", "num_layres: 4")
     assert workspace.load(f"action={action}").exp_dir == workspace.root / "outputs demo"
 
 
-def test_a_foreign_program_judges_its_own_arguments(workspace: Workspace) -> None:
+def test_arguments_of_external_program_are_not_checked(workspace: Workspace) -> None:
     program = workspace.write("Megatron LM/pretrain_gpt.py", "")
     workspace.replace("conf/train.yaml", "type: train", f"entrypoint: {program}")
     workspace.replace(
@@ -211,45 +212,47 @@ def test_a_foreign_program_judges_its_own_arguments(workspace: Workspace) -> Non
     experiment = workspace.load()
     assert experiment.task.external
     assert experiment.task.entrypoint == program
-    assert experiment.train.model["their_own"] == 4
-    assert experiment.train.data["tokenizer"]["tokenizer_path"] == "meta-llama/Llama-3-8B"
+    assert experiment.train.spelled["their_own"].value == 4
+    assert experiment.train["tokenizer_path"] == "meta-llama/Llama-3-8B"
 
 
-def test_a_foreign_program_cannot_get_one_key_twice(workspace: Workspace) -> None:
+def test_duplicate_key_of_external_program_is_rejected(workspace: Workspace) -> None:
     program = workspace.write("other.py", "")
     workspace.replace("conf/train.yaml", "type: train", f"entrypoint: {program}")
     with pytest.raises(ConfigError, match="given twice"):
         workspace.load("+train.system.num_layers=3")
 
 
-def test_relative_paths(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_resolved(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     home = workspace.root / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
     experiment = workspace.load(
         "train.system.save=~/ckpt", "train.data.data_cache_path=./cache", "experiment.exp_dir=../x"
     )
-    assert experiment.train.system["save"] == str(home / "ckpt")
-    assert experiment.train.data["data_cache_path"] == str(workspace.root / "cache")
+    assert experiment.train["save"] == str(home / "ckpt")
+    assert experiment.train["data_cache_path"] == str(workspace.root / "cache")
     assert experiment.exp_dir == workspace.root.parent / "x"
 
 
-def test_a_blend_as_one_text(workspace: Workspace) -> None:
+def test_blend_in_one_string_is_split(workspace: Workspace) -> None:
     workspace.replace("conf/train/tiny.yaml", "data/text", "0.3 data/text 7e-1 data/text")
     path = str(workspace.root / "data/text")
-    assert workspace.load().train.data["data_path"] == ["0.3", path, "7e-1", path]
+    assert workspace.load().train.spelled["data_path"].value == ["0.3", path, "7e-1", path]
 
 
-def test_mixtures_of_phases(workspace: Workspace) -> None:
+def test_data_phases_are_loaded(workspace: Workspace) -> None:
     workspace.write("my data/t.bin", "")
     workspace.write("my data/t.idx", "")
-    text = "{samples: 100, data_path: [0.3, data/text, 0.7, my data/t]}"
-    last = "{tokens: 2e6, data_path: data/text}"
+    first_phase = "{samples: 100, data_path: [0.3, data/text, 0.7, my data/t]}"
+    last_phase = "{tokens: 2e6, data_path: data/text}"
     workspace.replace(
-        "conf/train/tiny.yaml", "data_path:", f"data_phases: [{text}, {last}]\n  data_path:"
+        "conf/train/tiny.yaml",
+        "data_path:",
+        f"data_phases: [{first_phase}, {last_phase}]\n  data_path:",
     )
     root = workspace.root
-    assert workspace.load().train.data["data_phases"] == [
+    assert workspace.load().train.spelled["data_phases"].value == [
         f"samples=100 0.3 {root}/data/text 0.7 '{root}/my data/t'",
         f"tokens=2000000 {root}/data/text",
     ]
@@ -258,19 +261,19 @@ def test_mixtures_of_phases(workspace: Workspace) -> None:
         workspace.load()
 
 
-def test_a_path_with_a_space_is_one_path(workspace: Workspace) -> None:
+def test_path_with_space_is_not_split(workspace: Workspace) -> None:
     workspace.write("my data/t.bin", "")
     workspace.write("my data/t.idx", "")
     workspace.replace("conf/train/tiny.yaml", "data/text", "my data/t")
-    assert workspace.load().train.data["data_path"] == str(workspace.root / "my data/t")
+    assert workspace.load().train.spelled["data_path"].value == str(workspace.root / "my data/t")
 
 
-def test_the_own_program_from_any_directory(workspace: Workspace, tmp_path: Path) -> None:
+def test_builtin_entrypoint_from_any_directory(workspace: Workspace, tmp_path: Path) -> None:
     workspace.replace("conf/train.yaml", "type: train", "entrypoint: flagscale/train/train_gpt.py")
     assert workspace.load().task.entrypoint == OWN_PROGRAM
 
 
-def test_a_section_that_an_override_has_made_is_placed(workspace: Workspace) -> None:
+def test_unknown_section_of_override_has_location(workspace: Workspace) -> None:
     with pytest.raises(ConfigError) as error:
         workspace.load("+experiment.runer.x=1", "+foo=2")
     places = {problem.key: problem.where for problem in error.value.problems}

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: each problem with its place, and all of them at once."""
+"""Configuration errors: each is reported with its location, and all of them at once."""
 
 from __future__ import annotations
 
@@ -209,7 +209,9 @@ EXPERIMENT_PROBLEMS = {
 @pytest.mark.parametrize(
     ("old", "new", "message"), EXPERIMENT_PROBLEMS.values(), ids=EXPERIMENT_PROBLEMS
 )
-def test_experiment_problem(workspace: Workspace, old: str, new: str, message: str) -> None:
+def test_invalid_experiment_is_rejected(
+    workspace: Workspace, old: str, new: str, message: str
+) -> None:
     workspace.replace("conf/train.yaml", old, new)
     with pytest.raises(ConfigError) as error:
         workspace.load()
@@ -248,7 +250,9 @@ TRAIN_PROBLEMS = {
 @pytest.mark.parametrize(
     ("old", "new", "line", "message"), TRAIN_PROBLEMS.values(), ids=TRAIN_PROBLEMS
 )
-def test_train_problem(workspace: Workspace, old: str, new: str, line: int, message: str) -> None:
+def test_invalid_train_argument_is_rejected(
+    workspace: Workspace, old: str, new: str, line: int, message: str
+) -> None:
     workspace.replace("conf/train/tiny.yaml", old, new)
     with pytest.raises(ConfigError) as error:
         workspace.load()
@@ -266,7 +270,7 @@ def test_train_problem(workspace: Workspace, old: str, new: str, line: int, mess
         ("+train.system.checkpoint.save=/dev/checkpoints", "/dev"),
     ],
 )
-def test_directories_of_the_kernel(workspace: Workspace, override: str, place: str) -> None:
+def test_kernel_directory_is_rejected(workspace: Workspace, override: str, place: str) -> None:
     with pytest.raises(ConfigError) as error:
         workspace.load(override)
     assert [p.key for p in error.value.problems] == [override.lstrip("+").partition("=")[0]]
@@ -275,7 +279,9 @@ def test_directories_of_the_kernel(workspace: Workspace, override: str, place: s
 
 @pytest.mark.parametrize("name", ["save", "load", "tensorboard_dir"])
 @pytest.mark.parametrize("value", ["''", "false", "true"])
-def test_texts_that_are_no_directory(workspace: Workspace, name: str, value: str) -> None:
+def test_boolean_or_empty_directory_is_rejected(
+    workspace: Workspace, name: str, value: str
+) -> None:
     override = f"+train.system.checkpoint.{name}={value}"
     with pytest.raises(ConfigError) as error:
         workspace.load(override)
@@ -283,19 +289,19 @@ def test_texts_that_are_no_directory(workspace: Workspace, name: str, value: str
     text = value.strip("'")
     assert problem.key == f"train.system.checkpoint.{name}"
     assert problem.message == f"expected a directory, found {text!r}; null leaves it out"
-    loaded = workspace.load(f"+train.system.checkpoint.{name}=./false")
-    assert loaded.train.system["checkpoint"][name].endswith("/false")
+    experiment = workspace.load(f"+train.system.checkpoint.{name}=./false")
+    assert experiment.train.spelled[name].value.endswith("/false")
 
 
 @pytest.mark.parametrize("value", ["1e400", ".inf", "-.inf", "inf"])
-def test_times_have_an_end(workspace: Workspace, value: str) -> None:
+def test_infinite_timeout_is_rejected(workspace: Workspace, value: str) -> None:
     with pytest.raises(ConfigError) as error:
         workspace.load(f"+experiment.runner.lost_host_timeout={value}")
     assert [p.key for p in error.value.problems] == ["experiment.runner.lost_host_timeout"]
     assert "expected a number" in str(error.value)
 
 
-def test_all_problems_at_once(workspace: Workspace) -> None:
+def test_all_errors_are_reported_at_once(workspace: Workspace) -> None:
     workspace.replace("conf/train.yaml", "nnodes: 1", "nnodes: 0\n    nmaster: x")
     workspace.replace("conf/train/tiny.yaml", "num_layers: 4", "num_layers: x\n  hiden_size: 3")
     with pytest.raises(ConfigError) as error:
@@ -310,7 +316,7 @@ def test_all_problems_at_once(workspace: Workspace) -> None:
     assert error.value.problems[-1].where == "override"
 
 
-def test_every_interpolation_that_leads_nowhere(workspace: Workspace) -> None:
+def test_all_unresolved_interpolations_are_reported(workspace: Workspace) -> None:
     workspace.replace("conf/train.yaml", "exp_name: demo", "exp_name: ${A}")
     workspace.replace("conf/train.yaml", "0,1", "${B}\n    C: ???\n    FINE: ${experiment.exp_dir}")
     workspace.replace("conf/train/tiny.yaml", "num_layers: 4", "num_layers: ${model.layers}")
@@ -347,7 +353,7 @@ def test_every_interpolation_that_leads_nowhere(workspace: Workspace) -> None:
         ),
     ],
 )
-def test_a_wrong_type_hides_nothing(
+def test_wrong_type_does_not_hide_other_errors(
     workspace: Workspace, old: str, new: str, keys: list[str]
 ) -> None:
     workspace.replace("conf/train/tiny.yaml", "num_layers: 4", "num_layers: 4\n  num_layres: 4")
@@ -357,7 +363,7 @@ def test_a_wrong_type_hides_nothing(
     assert [p.key for p in error.value.problems] == keys
 
 
-def test_an_experiment_that_is_no_section_hides_nothing(workspace: Workspace) -> None:
+def test_scalar_experiment_does_not_hide_other_errors(workspace: Workspace) -> None:
     workspace.write(
         "conf/train.yaml", "defaults:\n  - _self_\n  - train: tiny\nexperiment: 5\nfoo: 1\n"
     )
@@ -367,7 +373,7 @@ def test_an_experiment_that_is_no_section_hides_nothing(workspace: Workspace) ->
     assert [p.key for p in error.value.problems] == ["foo", "experiment", "train.model.num_layres"]
 
 
-def test_wrong_overrides_hide_nothing(workspace: Workspace) -> None:
+def test_all_invalid_overrides_are_reported(workspace: Workspace) -> None:
     with pytest.raises(ConfigError) as error:
         workspace.load("experiment.exp_nmae=x", "experiment.runner=3", "train.model.num_layers=x")
     assert [p.key for p in error.value.problems] == [
@@ -384,14 +390,16 @@ def test_wrong_overrides_hide_nothing(workspace: Workspace) -> None:
         pytest.param("x" * 200_000, r"is 200,\d\d\d bytes long", id="long"),
     ],
 )
-def test_arguments_that_no_program_can_get(workspace: Workspace, text: str, message: str) -> None:
+def test_argument_that_cannot_be_passed_is_rejected(
+    workspace: Workspace, text: str, message: str
+) -> None:
     workspace.replace("conf/train/tiny.yaml", "data/tokenizer", text)
     with pytest.raises(ConfigError, match=message) as error:
         workspace.load(purpose="plan")
     assert [p.key for p in error.value.problems] == ["train.data.tokenizer.tokenizer_path"]
 
 
-def test_a_directory_of_the_run_with_too_long_a_name(workspace: Workspace) -> None:
+def test_too_long_directory_name_is_rejected(workspace: Workspace) -> None:
     with pytest.raises(ConfigError, match="a name in it is 256 bytes long") as error:
         workspace.load(f"train.system.save=/a/{'x' * 256}")
     assert [p.key for p in error.value.problems] == ["train.system.save"]

@@ -1,4 +1,4 @@
-"""Meshes of heterogeneous training: how they are read, laid out, and what is refused."""
+"""Meshes of heterogeneous training: parsing, rank layout, and rejected arguments."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flagscale.config.arguments.layout import place_of
-from flagscale.config.arguments.meshes import Mesh, Meshes, as_words
-from flagscale.config.arguments.parser import parse_arguments
-from flagscale.config.arguments.resolve import of_rank, resolve
-from flagscale.config.arguments.vocabulary import padded_vocabulary
+from flagscale.config.arguments.derive import derive_arguments, rank_arguments
+from flagscale.config.arguments.hetero.meshes import Mesh, Meshes
+from flagscale.config.arguments.layout import describe_ranks, pad_vocabulary
+from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.spec.reading import mesh_words
 from flagscale.errors import ConfigError
 
 MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2
@@ -19,12 +19,12 @@ MODEL = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-query-g
 MESHES = "--enable-hetero --hetero-process-meshes"
 REPLICAS = "--enable-hetero --hetero-mode dp"
 VPP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-TWO = f"{MESHES} 2 1 1 1 1 1 1 1 2 1"  # tp2, dp2: 4 ranks
+TP2_DP2 = f"{MESHES} 2 1 1 1 1 1 1 1 2 1"  # tp2 and dp2: 4 ranks
 
 
-def meshes_of(argv: str, world: int) -> Meshes:
-    found: Meshes = resolve(parse_arguments(f"{MODEL} {argv}".split()), world).meshes
-    return found
+def derive_meshes(argv: str, world: int) -> Meshes:
+    meshes: Meshes = derive_arguments(parse_arguments(f"{MODEL} {argv}".split()), world).meshes
+    return meshes
 
 
 REFUSED = {
@@ -49,9 +49,9 @@ REFUSED = {
         4,
         "pp2: say the layers of each of its 2 stages",
     ),
-    "types": (f"{TWO} --hetero-device-types A", 4, "1 for 2 meshes: give one for each"),
+    "types": (f"{TP2_DP2} --hetero-device-types A", 4, "1 for 2 meshes: give one for each"),
     "expert-tp": (
-        f"{TWO} --num-experts 4 --expert-tensor-parallel-size-per-process-mesh 1 1 1",
+        f"{TP2_DP2} --num-experts 4 --expert-tensor-parallel-size-per-process-mesh 1 1 1",
         4,
         "3 for 2 meshes",
     ),
@@ -61,42 +61,50 @@ REFUSED = {
     "words-layers": (f"{MESHES} layers=a dp=2", 4, "layers: expected"),
     "words-twice": (f"{MESHES} tp=1,tp=2 dp=2", 4, "given twice"),
     "words-no-type": (f"{MESHES} device_type=,tp=2 dp=2", 4, "is empty"),
-    "world": (TWO, 8, "the meshes take 2 + 2 = 4 ranks, and the job has 8"),
+    "world": (TP2_DP2, 8, "the meshes take 2 + 2 = 4 ranks, and the job has 8"),
     "one-stage": (f"{MESHES} 2 1 1 1 1", 2, "no pipeline"),
-    "split-count": (f"{TWO} --hetero-pipeline-layer-split 2 1 1", 4, "3 numbers for 2 stages"),
-    "split-sum": (f"{TWO} --hetero-pipeline-layer-split 2 1", 4, "are 3, num_layers is 4"),
+    "split-count": (
+        f"{TP2_DP2} --hetero-pipeline-layer-split 2 1 1",
+        4,
+        "3 numbers for 2 stages",
+    ),
+    "split-sum": (f"{TP2_DP2} --hetero-pipeline-layer-split 2 1", 4, "are 3, num_layers is 4"),
     "no-even-split": (
         f"{MESHES} 1 1 1 1 2 1 1 1 1 1",
         3,
         "4 layers over 3 stages do not divide evenly; say how many each has",
     ),
-    "no-layers": (f"{TWO} --hetero-pipeline-layer-split 4 0", 4, "stage 1 has no layers"),
+    "no-layers": (f"{TP2_DP2} --hetero-pipeline-layer-split 4 0", 4, "stage 1 has no layers"),
     "embedding-stage": (
-        f"{TWO} --standalone-embedding-stage --hetero-pipeline-layer-split 1 3",
+        f"{TP2_DP2} --standalone-embedding-stage --hetero-pipeline-layer-split 1 3",
         4,
         "has 1 layers; write 0",
     ),
     "layers-by-layout": (
-        f"{TWO} --pipeline-model-parallel-layout Ett|ttL",
+        f"{TP2_DP2} --pipeline-model-parallel-layout Ett|ttL",
         4,
         "said by hetero_pipeline_layer_split",
     ),
     "layers-of-first": (
-        f"{TWO} --num-layers-in-first-pipeline-stage 1",
+        f"{TP2_DP2} --num-layers-in-first-pipeline-stage 1",
         4,
         "said by hetero_pipeline_layer_split",
     ),
     "virtual-layers": (
-        f"{TWO} --num-virtual-stages-per-pipeline-rank 2 --hetero-pipeline-layer-split 3 1",
+        f"{TP2_DP2} --num-virtual-stages-per-pipeline-rank 2 --hetero-pipeline-layer-split 3 1",
         4,
         "3 layers do not divide into 2",
     ),
     "virtual-batch": (
-        f"{TWO} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2",
+        f"{TP2_DP2} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2",
         4,
         "gives 1 micro-batches, which the 2 stages",
     ),
-    "pipeline": (f"{TWO} --pipeline-model-parallel-size 3", 4, "but the meshes have 2 stages"),
+    "pipeline": (
+        f"{TP2_DP2} --pipeline-model-parallel-size 3",
+        4,
+        "but the meshes have 2 stages",
+    ),
     "heads": (
         f"{MESHES} 3 1 1 1 1 1 1 1 2 1 --seq-length 36 --hidden-size 96",
         5,
@@ -107,7 +115,11 @@ REFUSED = {
         6,
         "mesh 0 (tp4): 2 is not divisible by tensor",
     ),
-    "sequence": (f"{TWO} --seq-length 33", 4, "33 is not divisible by 2, as mesh 0 (tp2) needs"),
+    "sequence": (
+        f"{TP2_DP2} --seq-length 33",
+        4,
+        "33 is not divisible by 2, as mesh 0 (tp2) needs",
+    ),
     "context-sequence": (
         f"{MESHES} 1 3 1 1 1 1 1 1 2 1",
         5,
@@ -118,13 +130,17 @@ REFUSED = {
         4,
         "cannot split a sequence",
     ),
-    "few-sequences": (f"{TWO} --micro-batch-size 1", 4, "has fewer than dp 2"),
+    "few-sequences": (f"{TP2_DP2} --micro-batch-size 1", 4, "has fewer than dp 2"),
     "last-uneven": (
         f"{MESHES} 1 1 1 2 1 1 1 1 3 1",
         5,
         "4 sequences of a micro-batch do not divide into dp 3",
     ),
-    "batch": (f"{TWO} --global-batch-size 7", 4, "not divisible by micro_batch_size 2 x dp 1"),
+    "batch": (
+        f"{TP2_DP2} --global-batch-size 7",
+        4,
+        "not divisible by micro_batch_size 2 x dp 1",
+    ),
     "experts": (f"{MESHES} 1 1 2 2 1 1 1 1 2 1", 4, "mesh 0 (ep2 dp2): 2 needs num_moe_experts"),
     "experts-ranks": (
         f"--num-experts 4 {MESHES} 1 1 4 2 1 1 1 1 2 1",
@@ -137,12 +153,12 @@ REFUSED = {
         "mesh 0 (ep2 dp2): 3 is not divisible",
     ),
     "experts-sequence": (
-        f"--num-experts 4 {TWO}",
+        f"--num-experts 4 {TP2_DP2}",
         4,
         "sequence_parallel: mesh 0 (tp2): is needed by experts beside tensor_model_parallel_size 2",
     ),
     "experts-tp": (
-        f"{TWO} --expert-tensor-parallel-size-per-process-mesh 1 1",
+        f"{TP2_DP2} --expert-tensor-parallel-size-per-process-mesh 1 1",
         4,
         "tensor parallel size of experts needs num_moe_experts",
     ),
@@ -153,7 +169,11 @@ REFUSED = {
         "need dp to divide 3 sequences",
     ),
     "replicas-not-asked-for": ("--hetero-micro-batch-sizes 1 1", 4, "needs enable_hetero: true"),
-    "replicas-of-meshes": (f"{TWO} --hetero-micro-batch-sizes 2 1", 4, "is for hetero_mode: dp"),
+    "replicas-of-meshes": (
+        f"{TP2_DP2} --hetero-micro-batch-sizes 2 1",
+        4,
+        "is for hetero_mode: dp",
+    ),
     "replicas-no-sizes": (REPLICAS, 2, "is needed by hetero_mode: dp"),
     "replicas-no-pairs": (f"{REPLICAS} --hetero-micro-batch-sizes 1 1 1", 2, "expected pairs"),
     "replicas-of-none": (f"{REPLICAS} --hetero-micro-batch-sizes 0 1 2 1", 2, "at least 1"),
@@ -248,19 +268,21 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("argv", "world", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_plan_of_meshes(argv: str, world: int, message: str) -> None:
+def test_invalid_meshes_are_rejected(argv: str, world: int, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        meshes_of(argv, world)
+        derive_meshes(argv, world)
     assert message in str(raised.value)
 
 
 def test_ranks_are_numbered_mesh_by_mesh() -> None:
-    found = meshes_of(f"{MESHES} 2 1 1 1 1 1 1 1 2 2 "
-                      "--hetero-pipeline-layer-split 2 1 1", 6)  # fmt: skip
-    assert [list(stage.ranks) for stage in found.stages] == [[0, 1], [2, 3], [4, 5]]
-    assert [stage.mesh_index for stage in found.stages] == [0, 1, 1]
-    assert found.stages[2].place(5) == (1, 0, 0)
-    assert found.describe() == "tp2 (2 layers) + dp2 pp2 (1+1 layers)"
+    meshes = derive_meshes(
+        f"{MESHES} 2 1 1 1 1 1 1 1 2 2 --hetero-pipeline-layer-split 2 1 1",
+        6,
+    )
+    assert [list(stage.ranks) for stage in meshes.stages] == [[0, 1], [2, 3], [4, 5]]
+    assert [stage.mesh_index for stage in meshes.stages] == [0, 1, 1]
+    assert meshes.stages[2].place(5) == (1, 0, 0)
+    assert meshes.describe() == "tp2 (2 layers) + dp2 pp2 (1+1 layers)"
 
 
 @pytest.mark.parametrize(
@@ -284,21 +306,21 @@ def test_ranks_are_numbered_mesh_by_mesh() -> None:
     ],
     ids=["alike", "meshes", "replicas"],
 )
-def test_what_ranks_hold_is_said(argv: str, world: int, places: list[str | None]) -> None:
-    args = resolve(parse_arguments(f"{MODEL} {argv}".split()), world)
-    held = [range(world * 2 // 3), range(world // 2, world)]
-    assert [place_of(vars(args), ranks, world) for ranks in held] == places
+def test_ranges_of_ranks_are_described(argv: str, world: int, places: list[str | None]) -> None:
+    args = derive_arguments(parse_arguments(f"{MODEL} {argv}".split()), world)
+    rank_ranges = [range(world * 2 // 3), range(world // 2, world)]
+    assert [describe_ranks(vars(args), ranks, world) for ranks in rank_ranges] == places
 
 
-def test_tensor_parallel_ranks_are_numbered_first_then_context_then_data() -> None:
+def test_rank_order_is_tensor_context_data() -> None:
     stage = Meshes((Mesh(tp=2, cp=2, dp=2, layers=(4,)),), 2).stages[0]
     assert [stage.place(rank) for rank in (1, 2, 4)] == [(0, 0, 1), (0, 1, 0), (1, 0, 0)]
     assert all(stage.rank(*stage.place(rank)) == rank for rank in stage.ranks)
 
 
-def test_a_rank_has_the_sizes_of_its_mesh() -> None:
-    args = resolve(parse_arguments(f"{MODEL} {TWO} --sequence-parallel".split()), 4)
-    first, last = of_rank(args, 1), of_rank(args, 3)
+def test_rank_arguments_have_sizes_of_their_mesh() -> None:
+    args = derive_arguments(parse_arguments(f"{MODEL} {TP2_DP2} --sequence-parallel".split()), 4)
+    first, last = rank_arguments(args, 1), rank_arguments(args, 3)
     assert (args.data_parallel_size, args.num_microbatches) == (1, 4)
     assert [a.tensor_model_parallel_size for a in (first, last)] == [2, 1]
     assert [a.data_parallel_size for a in (first, last)] == [1, 2]
@@ -308,68 +330,71 @@ def test_a_rank_has_the_sizes_of_its_mesh() -> None:
     assert first.pipeline_model_parallel_layout == "Ett|ttL"
 
 
-def test_the_readable_form_says_the_same() -> None:
-    words = as_words([{"device_type": "A800", "tp": 2, "dp": 1, "layers": [3]},
+def test_named_form_equals_numeric_form() -> None:
+    words = mesh_words([{"device_type": "A800", "tp": 2, "dp": 1, "layers": [3]},
                       {"device_type": "A100", "dp": 2, "layers": 1, "ep": None}])  # fmt: skip
     assert words == ["device_type=A800,tp=2,dp=1,layers=3", "device_type=A100,dp=2,layers=1"]
-    readable = meshes_of(f"--enable-hetero --hetero-process-meshes {' '.join(words)}", 4)
-    plain = f"{TWO} --hetero-pipeline-layer-split 3 1 --hetero-device-types A800 A100"
-    assert readable == meshes_of(plain, 4)
+    named = derive_meshes(f"--enable-hetero --hetero-process-meshes {' '.join(words)}", 4)
+    numeric = f"{TP2_DP2} --hetero-pipeline-layer-split 3 1 --hetero-device-types A800 A100"
+    assert named == derive_meshes(numeric, 4)
 
 
-def test_what_flagscales_yamls_say_beside_the_meshes_is_taken() -> None:
-    found = meshes_of(f"{TWO} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
-                      "--hetero-current-device-type A800 --hetero-use-cpu-communication "
-                      "--use-partial-reduce-for-shared-embedding", 4)  # fmt: skip
-    assert [stage.layers for stage in found.stages] == [2, 2]
-    beside = "--tensor-model-parallel-size 4 --context-parallel-size 2 --log-num-zeros-in-grad"
-    args = resolve(parse_arguments(f"{MODEL} {TWO} {beside}".split()), 4)
+def test_flagscale_arguments_in_addition_to_meshes_are_accepted() -> None:
+    meshes = derive_meshes(
+        f"{TP2_DP2} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--hetero-current-device-type A800 --hetero-use-cpu-communication "
+        "--use-partial-reduce-for-shared-embedding",
+        4,
+    )
+    assert [stage.layers for stage in meshes.stages] == [2, 2]
+    ignored = "--tensor-model-parallel-size 4 --context-parallel-size 2 --log-num-zeros-in-grad"
+    args = derive_arguments(parse_arguments(f"{MODEL} {TP2_DP2} {ignored}".split()), 4)
     assert (args.tensor_model_parallel_size, args.context_parallel_size) == (1, 1)
     assert not args.log_num_zeros_in_grad
     assert sum("is taken in place of" in remark for remark in args.remarks) == 3
 
 
-def test_a_step_is_cut_at_the_replicas_shares() -> None:
+def test_step_is_split_by_microbatch_counts() -> None:
     shares = "--hetero-micro-batch-sizes 1 2 2 1 --hetero-num-microbatches 1 3 2 1"
-    args = resolve(parse_arguments(f"{MODEL} {REPLICAS} {shares}".split()), 3)
+    args = derive_arguments(parse_arguments(f"{MODEL} {REPLICAS} {shares}".split()), 3)
     assert args.calculate_per_token_loss
-    own = [of_rank(args, rank) for rank in range(3)]
-    assert [(a.micro_batch_size, a.num_microbatches) for a in own] == [(2, 3), (1, 1), (1, 1)]
-    places = [place for a in own for part in a.share.micro_batches for place in part]
-    assert places == list(range(8))
+    per_rank = [rank_arguments(args, rank) for rank in range(3)]
+    assert [(a.micro_batch_size, a.num_microbatches) for a in per_rank] == [(2, 3), (1, 1), (1, 1)]
+    samples = [place for a in per_rank for part in a.share.micro_batches for place in part]
+    assert samples == list(range(8))
 
 
 @given(st.integers(1, 10**6), st.sampled_from([1, 64, 128]), st.sampled_from([1, 2, 8]))
-def test_padded_vocabulary(size: int, divisible_by: int, tensor_parallel: int) -> None:
+def test_vocabulary_is_padded(size: int, divisible_by: int, tensor_parallel: int) -> None:
     values = {
         "make_vocab_size_divisible_by": divisible_by,
         "tensor_model_parallel_size": tensor_parallel,
         "meshes": None,
     }
-    padded = padded_vocabulary(size, values)
+    padded = pad_vocabulary(size, values)
     assert padded % (divisible_by * tensor_parallel) == 0
     assert size <= padded < size + divisible_by * tensor_parallel
 
 
-def test_the_ranks_of_a_replica_are_numbered_one_after_another() -> None:
+def test_ranks_of_replica_are_consecutive() -> None:
     shares = "--hetero-micro-batch-sizes 1 2 1 1 --hetero-num-microbatches 1 2 1 4"
     sizes = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
-    args = resolve(parse_arguments(f"{MODEL} {REPLICAS} {shares} {sizes}".split()), 8)
-    own = [of_rank(args, rank) for rank in range(8)]
-    assert [a.micro_batch_size for a in own] == [2] * 4 + [1] * 4
-    assert [a.num_microbatches for a in own] == [2] * 4 + [4] * 4
+    args = derive_arguments(parse_arguments(f"{MODEL} {REPLICAS} {shares} {sizes}".split()), 8)
+    per_rank = [rank_arguments(args, rank) for rank in range(8)]
+    assert [a.micro_batch_size for a in per_rank] == [2] * 4 + [1] * 4
+    assert [a.num_microbatches for a in per_rank] == [2] * 4 + [4] * 4
 
 
 @pytest.mark.parametrize(
-    ("more", "counts"),
+    ("parallelism", "counts"),
     [("", [1, 1, 2]), (f"{VPP2} --global-batch-size 12", [4, 2, 2])],
     ids=["as-even-as-can-be", "in-rounds"],
 )
-def test_until_they_are_measured_counts_are_as_even_as_the_batch_allows(
-    more: str, counts: list[int]
-) -> None:
+def test_automatic_counts_are_even_before_measurement(parallelism: str, counts: list[int]) -> None:
     shares = "--hetero-micro-batch-sizes 1 1 1 1 1 3 --hetero-num-microbatches auto"
-    world = 6 if more else 3
-    args = resolve(parse_arguments(f"{MODEL} {REPLICAS} {shares} {more}".split()), world)
+    world = 6 if parallelism else 3
+    args = derive_arguments(
+        parse_arguments(f"{MODEL} {REPLICAS} {shares} {parallelism}".split()), world
+    )
     assert [share.count for share in args.shares] == counts
     assert args.shares[-1].stop == args.global_batch_size

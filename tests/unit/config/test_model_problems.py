@@ -1,13 +1,13 @@
-"""What is refused of a model, and of how its layers are computed."""
+"""Rejected arguments of models and of the implementation of their layers."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from unit.config.checks_lab import ADAPTERS, LATENT, LATENT_FP8, LLAMA, Problems, refused
+from unit.config.check_helpers import ADAPTERS, LATENT, LATENT_FP8, LLAMA, Problems, list_problems
 
-from flagscale.config.arguments.values import shown
+from flagscale.config.arguments.spec.values import format_value
 
 PROBLEMS: Problems = {
     **{
@@ -145,7 +145,8 @@ PROBLEMS: Problems = {
         name: (
             {name: value},
             name,
-            f"{shown(value)} is not possible with scaled_dot_product_attention; attention_backend: "
+            f"{format_value(value)} is not possible with scaled_dot_product_attention; "
+            "attention_backend: "
             "local takes",
         )
         for name, value in {
@@ -271,7 +272,9 @@ PROBLEMS: Problems = {
 
 
 @pytest.mark.parametrize(("values", "name", "message"), PROBLEMS.values(), ids=PROBLEMS)
-def test_problem(values: dict[str, Any], name: str, message: str) -> None:
-    ((found, said),) = refused(values)
-    assert message in said
-    assert found == name or name not in values
+def test_invalid_model_argument_is_rejected(
+    values: dict[str, Any], name: str, message: str
+) -> None:
+    ((argument, text),) = list_problems(values)
+    assert message in text
+    assert argument == name or name not in values

@@ -1,13 +1,18 @@
-"""Recomputation by pipeline stage and micro-batch: how its rows are read, and what is refused."""
+"""Recomputation per pipeline stage and micro-batch: parsing of rows, and rejected rows."""
 
 from __future__ import annotations
 
 import pytest
+from support.arguments import as_written, train_arguments
 
-from flagscale.config.arguments.maps import as_words
-from flagscale.config.arguments.parser import parse_arguments
-from flagscale.config.arguments.recompute import LAYERS, METHOD, Choice, Plan, plan
-from flagscale.config.arguments.resolve import of_rank, resolve
+from flagscale.config.arguments.derive import derive_arguments, rank_arguments
+from flagscale.config.arguments.rules.recompute import (
+    RecomputeChoice,
+    RecomputePlan,
+    recompute_plan,
+)
+from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.config.arguments.spec.system_arguments import STAGE_LAYERS, STAGE_METHOD
 from flagscale.errors import ConfigError
 
 MODEL = """--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3
@@ -16,70 +21,90 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 BLOCK = FULL.replace("uniform", "block")
 PP2 = "--pipeline-model-parallel-size 2"
 VPP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
-ON = "--recompute-granularity-per-stage-micro-batch"
-HOW = "--recompute-method-per-stage-micro-batch"
-MANY = "--recompute-num-layers-per-stage-micro-batch"
+GRANULARITY = "--recompute-granularity-per-stage-micro-batch"
+METHOD = "--recompute-method-per-stage-micro-batch"
+NUM_LAYERS = "--recompute-num-layers-per-stage-micro-batch"
 MESHES = "--enable-hetero --hetero-process-meshes 2 1 1 1 1 1 1 1 2 1 --micro-batch-size 2"
 
 
-def plan_of(argv: list[str], world: int, rank: int = 0) -> Plan | None:
-    args = of_rank(resolve(parse_arguments(argv), world), rank)
-    return plan(vars(args), args.num_microbatches)
+def derive_plan(argv: list[str], world: int, rank: int = 0) -> RecomputePlan | None:
+    args = rank_arguments(derive_arguments(parse_arguments(argv), world), rank)
+    return recompute_plan(vars(args), args.num_microbatches)
 
 
-ONE, BLOCKED = Choice("uniform", 1), Choice("block", 1)
+UNIFORM_1, BLOCK_1 = RecomputeChoice("uniform", 1), RecomputeChoice("block", 1)
 PLANS = {
     "alike": (FULL, 2, None),
     "granularity": (
-        f"{PP2} {FULL} {ON} 1,1,0,3,1 1,4,0",
+        f"{PP2} {FULL} {GRANULARITY} 1,1,0,3,1 1,4,0",
         2,
-        ((None, ONE, ONE, ONE), (None,) * 4),
+        ((None, UNIFORM_1, UNIFORM_1, UNIFORM_1), (None,) * 4),
     ),
     "method": (
-        f"{PP2} {FULL} {HOW} 1,4,0 1,3,1,1,0",
+        f"{PP2} {FULL} {METHOD} 1,4,0 1,3,1,1,0",
         2,
-        ((ONE,) * 4, (BLOCKED, BLOCKED, BLOCKED, ONE)),
+        ((UNIFORM_1,) * 4, (BLOCK_1, BLOCK_1, BLOCK_1, UNIFORM_1)),
     ),
     "layers": (
-        f"{PP2} {BLOCK} {MANY} 2,1,0,1,1,1,2,1,3",
+        f"{PP2} {BLOCK} {NUM_LAYERS} 2,1,0,1,1,1,2,1,3",
         2,
-        ((None, BLOCKED, Choice("block", 2), Choice("block", 3)),) * 2,
+        ((None, BLOCK_1, RecomputeChoice("block", 2), RecomputeChoice("block", 3)),) * 2,
     ),
-    "off-is-off": (f"{PP2} {FULL} {ON} 2,4,0 {MANY} 2,4,2", 2, ((None,) * 4,) * 2),
+    "off-is-off": (f"{PP2} {FULL} {GRANULARITY} 2,4,0 {NUM_LAYERS} 2,4,2", 2, ((None,) * 4,) * 2),
     "virtual-stages": (
-        f"{VPP2} {FULL} {ON} 3,4,1 1,4,0",
+        f"{VPP2} {FULL} {GRANULARITY} 3,4,1 1,4,0",
         2,
-        ((ONE,) * 4, (ONE,) * 4, (ONE,) * 4, (None,) * 4),
+        ((UNIFORM_1,) * 4, (UNIFORM_1,) * 4, (UNIFORM_1,) * 4, (None,) * 4),
     ),
-    "data-parallel": (f"{FULL} {ON} 1,1,0,1,1", 2, ((None, ONE),)),
-    "meshes": (f"{MESHES} {FULL} {ON} 1,2,1 1,2,0", 4, ((ONE, ONE), (None, None))),
+    "data-parallel": (f"{FULL} {GRANULARITY} 1,1,0,1,1", 2, ((None, UNIFORM_1),)),
+    "meshes": (
+        f"{MESHES} {FULL} {GRANULARITY} 1,2,1 1,2,0",
+        4,
+        ((UNIFORM_1, UNIFORM_1), (None, None)),
+    ),
 }
 
 
 @pytest.mark.parametrize(("argv", "world", "expected"), PLANS.values(), ids=PLANS)
-def test_what_stages_recompute(argv: str, world: int, expected: Plan | None) -> None:
-    assert plan_of(f"{MODEL} {argv}".split(), world, rank=world - 1) == expected
+def test_plan_of_recomputation(argv: str, world: int, expected: RecomputePlan | None) -> None:
+    assert derive_plan(f"{MODEL} {argv}".split(), world, rank=world - 1) == expected
 
 
 REFUSED = {
-    "no-row": (f"{FULL} {ON} 1 4 1", 1, "the row [1] is not [stages, micro-batches, value"),
-    "a-pair-too-few": (f"{FULL} {ON} 1,4", 1, "the row [1,4] is not [stages"),
-    "no-number": (f"{FULL} {MANY} 1,4,x", 1, "the row [1,4,x] is not [stages"),
-    "negative": (f"{FULL} {MANY} 1,4,-1", 1, "the row [1,4,-1] is not [stages"),
-    "no-stages": (f"{FULL} {ON} 0,4,1 1,4,1", 1, "number of stages or micro-batches below 1"),
-    "granularity": (f"{FULL} {ON} 1,4,2", 1, "has the value 2: expected 0 (keep) or 1"),
-    "method": (f"{FULL} {HOW} 1,4,2", 1, "has the value 2: expected 0 (uniform) or 1 (block)"),
-    "stages": (f"{FULL} {PP2} {ON} 1,4,1", 2, "are for 1 stages, and the pipeline has 2"),
-    "virtual-stages": (f"{FULL} {VPP2} {ON} 2,4,1", 2, "are for 2 stages, and the pipeline has 4"),
-    "meshes": (f"{FULL} {MESHES} {ON} 1,2,1", 4, "are for 1 stages, and the pipeline has 2"),
+    "no-row": (
+        f"{FULL} {GRANULARITY} 1 4 1",
+        1,
+        "the row [1] is not [stages, micro-batches, value",
+    ),
+    "a-pair-too-few": (f"{FULL} {GRANULARITY} 1,4", 1, "the row [1,4] is not [stages"),
+    "no-number": (f"{FULL} {NUM_LAYERS} 1,4,x", 1, "the row [1,4,x] is not [stages"),
+    "negative": (f"{FULL} {NUM_LAYERS} 1,4,-1", 1, "the row [1,4,-1] is not [stages"),
+    "no-stages": (
+        f"{FULL} {GRANULARITY} 0,4,1 1,4,1",
+        1,
+        "number of stages or micro-batches below 1",
+    ),
+    "granularity": (f"{FULL} {GRANULARITY} 1,4,2", 1, "has the value 2: expected 0 (keep) or 1"),
+    "method": (f"{FULL} {METHOD} 1,4,2", 1, "has the value 2: expected 0 (uniform) or 1 (block)"),
+    "stages": (f"{FULL} {PP2} {GRANULARITY} 1,4,1", 2, "are for 1 stages, and the pipeline has 2"),
+    "virtual-stages": (
+        f"{FULL} {VPP2} {GRANULARITY} 2,4,1",
+        2,
+        "are for 2 stages, and the pipeline has 4",
+    ),
+    "meshes": (
+        f"{FULL} {MESHES} {GRANULARITY} 1,2,1",
+        4,
+        "are for 1 stages, and the pipeline has 2",
+    ),
     "micro-batches": (
-        f"{FULL} {PP2} {ON} 1,4,1 1,1,0,2,1",
+        f"{FULL} {PP2} {GRANULARITY} 1,4,1 1,1,0,2,1",
         2,
         "the row [1, 1, 0, 2, 1] is for 3 micro-batches, and a step has 4",
     ),
-    "micro-batches-of-meshes": (f"{FULL} {MESHES} {ON} 2,4,1", 4, "and a step has 2"),
+    "micro-batches-of-meshes": (f"{FULL} {MESHES} {GRANULARITY} 2,4,1", 4, "and a step has 2"),
     "nothing-to-refine": (
-        f"{ON} 1,4,1",
+        f"{GRANULARITY} 1,4,1",
         1,
         "refines recompute_granularity: full, and that is none",
     ),
@@ -88,7 +113,7 @@ REFUSED = {
         1,
         "recompute_num_layers: recompute_granularity: auto chooses that itself",
     ),
-    "auto-rows": (f"--recompute-granularity auto {ON} 1,4,1", 1, "and that is auto"),
+    "auto-rows": (f"--recompute-granularity auto {GRANULARITY} 1,4,1", 1, "and that is auto"),
     "auto-of-chosen-layers": (
         f"{MESHES} --recompute-granularity auto --hetero-pipeline-layer-split auto",
         4,
@@ -99,7 +124,11 @@ REFUSED = {
         4,
         "recompute_granularity: auto is for stages that are known",
     ),
-    "selective": (f"--recompute-granularity selective {ON} 1,4,1", 1, "and that is selective"),
+    "selective": (
+        f"--recompute-granularity selective {GRANULARITY} 1,4,1",
+        1,
+        "and that is selective",
+    ),
     "full-how": ("--recompute-granularity full", 1, "recompute_method: is needed by"),
     "full-what": (
         "--recompute-granularity full --recompute-method block",
@@ -108,7 +137,7 @@ REFUSED = {
     ),
     "units": (f"{PP2} {FULL[:-1]}3", 2, "units of 3 layers do not divide the 4 of stage 0"),
     "units-of-a-row": (
-        f"{PP2} {FULL} {MANY} 1,4,4 1,2,1,2,3",
+        f"{PP2} {FULL} {NUM_LAYERS} 1,4,4 1,2,1,2,3",
         2,
         "units of 3 layers do not divide the 4 of stage 1",
     ),
@@ -118,7 +147,7 @@ REFUSED = {
         "do not divide the 3 of stage 0",
     ),
     "units-of-a-virtual-stage": (
-        f"{VPP2} {FULL} {MANY} 3,4,1 1,4,2 --num-layers 4",
+        f"{VPP2} {FULL} {NUM_LAYERS} 3,4,1 1,4,2 --num-layers 4",
         2,
         "units of 2 layers do not divide the 1 of stage 1",
     ),
@@ -128,7 +157,8 @@ REFUSED = {
         "do not divide the 2 of stage 1",
     ),
     "replicas": (
-        f"{FULL} --enable-hetero --hetero-mode dp --hetero-micro-batch-sizes 1 1 1 3 {ON} 1,1,1",
+        f"{FULL} --enable-hetero --hetero-mode dp --hetero-micro-batch-sizes 1 1 1 3 "
+        f"{GRANULARITY} 1,1,1",
         2,
         "of which unlike replicas have unlike numbers",
     ),
@@ -136,23 +166,23 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("argv", "world", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_recomputation(argv: str, world: int, message: str) -> None:
+def test_invalid_rows_are_rejected(argv: str, world: int, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        plan_of(f"{MODEL} {argv}".split(), world)
+        derive_plan(f"{MODEL} {argv}".split(), world)
     assert message in str(raised.value)
 
 
-def test_any_number_of_layers_in_blocks() -> None:
-    assert plan_of(f"{MODEL} {PP2} {BLOCK[:-1]}3".split(), 2) is None
+def test_block_method_accepts_any_number_of_layers() -> None:
+    assert derive_plan(f"{MODEL} {PP2} {BLOCK[:-1]}3".split(), 2) is None
 
 
-def test_a_yaml_has_lists_of_lists() -> None:
-    section = {"recompute": {METHOD: [[1, 4, 0], [1, 3, 1, 1, 0]], LAYERS: ["1, 4, 2"]}}
-    words = {METHOD: ["1,4,0", "1,3,1,1,0"], LAYERS: ["1, 4, 2"]}
-    assert as_words(section) == {"recompute": words}
+def test_rows_can_be_lists_of_lists() -> None:
+    section = {"recompute": {STAGE_METHOD: [[1, 4, 0], [1, 3, 1, 1, 0]], STAGE_LAYERS: ["1, 4, 2"]}}
+    words = {STAGE_METHOD: ["1,4,0", "1,3,1,1,0"], STAGE_LAYERS: ["1, 4, 2"]}
+    assert as_written(train_arguments(system=section)) == words
 
 
-def test_rows_as_flagscale_writes_them_on_a_command_line() -> None:
-    argv = [*f"{MODEL} {PP2} {FULL} {MANY}".split(), "[1, 4, 2]", "1, 2, 1, 2, 4"]
-    two, four = Choice("uniform", 2), Choice("uniform", 4)
-    assert plan_of(argv, 2) == ((two,) * 4, (ONE, ONE, four, four))
+def test_rows_in_flagscale_command_line_syntax() -> None:
+    argv = [*f"{MODEL} {PP2} {FULL} {NUM_LAYERS}".split(), "[1, 4, 2]", "1, 2, 1, 2, 4"]
+    two, four = RecomputeChoice("uniform", 2), RecomputeChoice("uniform", 4)
+    assert derive_plan(argv, 2) == ((two,) * 4, (UNIFORM_1, UNIFORM_1, four, four))

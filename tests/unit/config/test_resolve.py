@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from flagscale.config.arguments.parser import parse_arguments
-from flagscale.config.arguments.resolve import resolve, schedule_lengths
+from flagscale.config.arguments.derive import derive_arguments
+from flagscale.config.arguments.rules.schedule import schedule_lengths
+from flagscale.config.arguments.spec.parser import parse_arguments
 from flagscale.errors import ConfigError
 
 
-def arguments(**changes: Any) -> Namespace:
+def make_arguments(**changes: Any) -> Namespace:
     base: dict[str, Any] = {
         "num_layers": 8,
         "hidden_size": 64,
@@ -25,24 +26,26 @@ def arguments(**changes: Any) -> Namespace:
 
 
 MTP = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
-BY_HAND = {"pipeline_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
 
 
-def problems(world_size: int = 8, **changes: Any) -> str:
+def derive_error(world_size: int = 8, **changes: Any) -> str:
     with pytest.raises(ConfigError) as error:
-        resolve(arguments(**changes), world_size)
+        derive_arguments(make_arguments(**changes), world_size)
     return str(error.value)
 
 
-def test_data_parallel_size_and_micro_batches() -> None:
-    found = resolve(arguments(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 8)
-    assert (found.data_parallel_size, found.num_microbatches) == (2, 4)
+def test_data_parallel_size_and_microbatches_are_derived() -> None:
+    args = derive_arguments(
+        make_arguments(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), 8
+    )
+    assert (args.data_parallel_size, args.num_microbatches) == (2, 4)
 
 
-def test_the_given_arguments_are_left_alone() -> None:
-    given = arguments(global_batch_size=None)
-    assert resolve(given, 4).global_batch_size == 8
-    assert given.global_batch_size is None
+def test_input_arguments_are_not_modified() -> None:
+    args = make_arguments(global_batch_size=None)
+    assert derive_arguments(args, 4).global_batch_size == 8
+    assert args.global_batch_size is None
 
 
 WIDTHS = {
@@ -55,32 +58,32 @@ WIDTHS = {
 
 
 @pytest.mark.parametrize(("changes", "width"), WIDTHS.values(), ids=WIDTHS)
-def test_width_of_a_gated_mlp(changes: dict[str, Any], width: int | None) -> None:
-    found = resolve(arguments(**{"swiglu": True, **changes}), 1)
-    assert found.ffn_hidden_size == width
+def test_gated_mlp_width(changes: dict[str, Any], width: int | None) -> None:
+    args = derive_arguments(make_arguments(**{"swiglu": True, **changes}), 1)
+    assert args.ffn_hidden_size == width
 
 
-def test_length_in_samples_gives_whole_steps() -> None:
-    found = resolve(arguments(train_iters=None, train_samples=100), 1)
-    assert (found.train_iters, found.train_samples) == (6, 100)
+def test_train_samples_are_rounded_to_steps() -> None:
+    args = derive_arguments(make_arguments(train_iters=None, train_samples=100), 1)
+    assert (args.train_iters, args.train_samples) == (6, 100)
 
 
-GROWING: dict[str, Any] = {
+RAMPUP: dict[str, Any] = {
     "train_iters": None,
     "train_samples": 100,
     "rampup_batch_size": (4, 4, 24),
 }
 
 
-def test_a_batch_that_grows_takes_more_steps() -> None:
-    found = resolve(arguments(**GROWING), 1)
-    # 4 4 | 8 | 12 | 16 16 16 16: after 8 sequences 8 a step, after 16 12, after 24 (28) 16
-    assert list(found.growth.batches) == [4, 8, 12, 16]
-    assert (found.train_iters, found.num_microbatches) == (8, 8)
-    assert resolve(arguments(), 1).growth is None
+def test_batch_size_rampup_takes_more_steps() -> None:
+    args = derive_arguments(make_arguments(**RAMPUP), 1)
+    # Batches 4 4 | 8 | 12 | 16 16 16 16: grown after 8, 16 and 24 (here 28) sequences.
+    assert list(args.growth.batches) == [4, 8, 12, 16]
+    assert (args.train_iters, args.num_microbatches) == (8, 8)
+    assert derive_arguments(make_arguments(), 1).growth is None
 
 
-UNFIT = {
+INVALID_RAMPUPS = {
     "two-numbers": ({"rampup_batch_size": (4, 4)}, "expected three numbers"),
     "never-there": ({"rampup_batch_size": (4, 5, 24)}, "4 does not grow to global_batch_size 16"),
     "too-large": ({"rampup_batch_size": (32, 4, 24)}, "32 does not grow"),
@@ -108,33 +111,35 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize(("changes", "message"), UNFIT.values(), ids=UNFIT)
-def test_growth_that_does_not_fit(changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("changes", "message"), INVALID_RAMPUPS.values(), ids=INVALID_RAMPUPS)
+def test_invalid_rampup_is_rejected(changes: dict[str, Any], message: str) -> None:
     world = changes.get("pipeline_model_parallel_size", 1)
-    assert message in problems(world, **{**GROWING, **changes})
+    assert message in derive_error(world, **{**RAMPUP, **changes})
 
 
-def test_length_in_steps_gives_samples() -> None:
-    assert resolve(arguments(), 1).train_samples == 160
+def test_train_samples_are_derived_from_steps() -> None:
+    assert derive_arguments(make_arguments(), 1).train_samples == 160
 
 
-def test_virtual_stages_bring_the_only_point_to_point_mode_that_is_right() -> None:
-    found = resolve(
-        arguments(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2), 2
+def test_virtual_stages_enable_overlapped_p2p() -> None:
+    args = derive_arguments(
+        make_arguments(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2), 2
     )
-    assert found.virtual_pipeline_model_parallel_size == 2
-    assert (found.overlap_p2p_comm, found.batch_p2p_comm) == (True, False)
+    assert args.virtual_pipeline_model_parallel_size == 2
+    assert (args.overlap_p2p_comm, args.batch_p2p_comm) == (True, False)
 
 
-def test_one_virtual_stage_is_none() -> None:
-    found = resolve(
-        arguments(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=1), 2
+def test_one_virtual_stage_disables_interleaving() -> None:
+    args = derive_arguments(
+        make_arguments(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=1), 2
     )
-    assert found.virtual_pipeline_model_parallel_size is None
+    assert args.virtual_pipeline_model_parallel_size is None
 
 
-def test_swiglu_takes_two_thirds_of_the_hidden_layer() -> None:
-    assert resolve(arguments(swiglu=True, hidden_size=4096), 1).ffn_hidden_size == 10880
+def test_swiglu_width_is_two_thirds() -> None:
+    assert (
+        derive_arguments(make_arguments(swiglu=True, hidden_size=4096), 1).ffn_hidden_size == 10880
+    )
 
 
 @pytest.mark.parametrize(
@@ -215,22 +220,22 @@ def test_swiglu_takes_two_thirds_of_the_hidden_layer() -> None:
             "two embeddings; take rope",
         ),
         (
-            {**MTP, **BY_HAND, "pipeline_model_parallel_layout": "Ettttm|ttttL"},
+            {**MTP, **PP2, "pipeline_model_parallel_layout": "Ettttm|ttttL"},
             "expected 1 m (mtp_num_layers) beside the L",
         ),
         (
-            {**BY_HAND, "pipeline_model_parallel_layout": "Etttt|ttttmL"},
+            {**PP2, "pipeline_model_parallel_layout": "Etttt|ttttmL"},
             "expected 0 m (mtp_num_layers) beside the L",
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_refused(changes: dict[str, Any], expected: str) -> None:
-    assert expected in problems(**changes)
+def test_invalid_arguments_are_rejected(changes: dict[str, Any], expected: str) -> None:
+    assert expected in derive_error(**changes)
 
 
-def test_all_problems_are_told_at_once() -> None:
-    text = problems(mtp_num_layers=-1, fp8="hybrid", optimizer="lion")
+def test_all_errors_are_reported_at_once() -> None:
+    text = derive_error(mtp_num_layers=-1, fp8="hybrid", optimizer="lion")
     assert len(text.splitlines()) == 3
 
 
@@ -248,7 +253,7 @@ def test_all_problems_are_told_at_once() -> None:
 def test_schedule_lengths_are_in_samples(
     changes: dict[str, Any], expected: tuple[float, float, int | None]
 ) -> None:
-    lengths = schedule_lengths(vars(resolve(arguments(**changes), 1)))
+    lengths = schedule_lengths(vars(derive_arguments(make_arguments(**changes), 1)))
     assert lengths["wd_incr_steps"] == 160
-    found = (lengths["lr_decay_steps"], lengths["lr_warmup_steps"], lengths["wsd_decay_steps"])
-    assert found == expected
+    steps = (lengths["lr_decay_steps"], lengths["lr_warmup_steps"], lengths["wsd_decay_steps"])
+    assert steps == expected

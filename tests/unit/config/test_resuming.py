@@ -1,4 +1,4 @@
-"""What a run takes of a checkpoint, by what both say of themselves."""
+"""Parts of a checkpoint that a run loads, from the recorded and the current arguments."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from flagscale.config.arguments.parser import parse_arguments
-from flagscale.config.arguments.resolve import resolve
-from flagscale.config.arguments.resuming import describe, parts_to_load
+from flagscale.config.arguments.derive import derive_arguments
+from flagscale.config.arguments.rules.resuming import describe_arguments, parts_to_load
+from flagscale.config.arguments.spec.parser import parse_arguments
 from flagscale.errors import CheckpointError
 
 LLAMA = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3
@@ -18,8 +18,8 @@ MESHES = LLAMA + " --enable-hetero --hetero-process-meshes 2 1 1 1 1 1 1 1 1 1"
 REPLICAS = "--enable-hetero --hetero-mode dp --hetero-micro-batch-sizes 1 1 1 3"
 
 
-def values(argv: str, world: int) -> dict[str, Any]:
-    return vars(resolve(parse_arguments(argv.split()), world))
+def derive_values(argv: str, world: int) -> dict[str, Any]:
+    return vars(derive_arguments(parse_arguments(argv.split()), world))
 
 
 @pytest.mark.parametrize(
@@ -32,20 +32,20 @@ def values(argv: str, world: int) -> dict[str, Any]:
     ],
     ids=["older", "older-apart", "apart", "of-megatron"],
 )
-def test_experts_have_their_own_part_of_the_optimizer(
+def test_optimizer_state_of_experts_must_be_separate(
     content: dict[str, Any], refused: bool
 ) -> None:
     if not refused:
-        assert parts_to_load(content, values(MOE, 2), 2).optimizer
+        assert parts_to_load(content, derive_values(MOE, 2), 2).optimizer
         return
     with pytest.raises(CheckpointError, match="kept experts and other weights together"):
-        parts_to_load(content, values(MOE, 2), 2)
-    # Without experts there is nothing to keep apart.
-    assert parts_to_load(content, values(LLAMA, 2), 2).optimizer
+        parts_to_load(content, derive_values(MOE, 2), 2)
+    # Without experts the optimizer state has one part.
+    assert parts_to_load(content, derive_values(LLAMA, 2), 2).optimizer
 
 
 @pytest.mark.parametrize(
-    ("saved", "own", "refused"),
+    ("saved", "family", "refused"),
     [
         pytest.param({"family": "gpt"}, "gpt", False, id="same"),
         pytest.param({"family": "gpt"}, "bert", True, id="another"),
@@ -54,20 +54,22 @@ def test_experts_have_their_own_part_of_the_optimizer(
         pytest.param({}, "bert", False, id="not-known"),
     ],
 )
-def test_weights_are_of_one_family(saved: dict[str, Any], own: str, refused: bool) -> None:
-    content, ours = {"architecture": saved}, values(f"{LLAMA} --family {own}", 1)
+def test_checkpoint_of_other_family_is_rejected(
+    saved: dict[str, Any], family: str, refused: bool
+) -> None:
+    content, current = {"architecture": saved}, derive_values(f"{LLAMA} --family {family}", 1)
     if not refused:
-        assert parts_to_load(content, ours, 1).optimizer
+        assert parts_to_load(content, current, 1).optimizer
         return
     with pytest.raises(CheckpointError, match="family: the checkpoint has 'gpt', the model 'bert'"):
-        parts_to_load(content, ours, 1)
+        parts_to_load(content, current, 1)
 
 
 LORA = f"{LLAMA} --peft-type lora"
 
 
 @pytest.mark.parametrize(
-    ("saved", "own", "message"),
+    ("saved", "argv", "message"),
     [
         pytest.param(LORA, LORA, None, id="same"),
         pytest.param(LORA, f"{LORA} --lora-dropout 0.1", None, id="other-dropout"),
@@ -88,13 +90,15 @@ LORA = f"{LLAMA} --peft-type lora"
         ),
     ],
 )
-def test_adapters_are_loaded_as_adapters(saved: str, own: str, message: str | None) -> None:
-    content = {**describe(values(saved, 1), 1), "schedule": {}}
+def test_adapters_need_matching_adapter_checkpoint(
+    saved: str, argv: str, message: str | None
+) -> None:
+    content = {**describe_arguments(derive_values(saved, 1), 1), "schedule": {}}
     if message is None:
-        assert parts_to_load(content, values(own, 1), 1).optimizer
+        assert parts_to_load(content, derive_values(argv, 1), 1).optimizer
         return
     with pytest.raises(CheckpointError, match=message):
-        parts_to_load(content, values(own, 1), 1)
+        parts_to_load(content, derive_values(argv, 1), 1)
 
 
 @pytest.mark.parametrize(
@@ -107,24 +111,28 @@ def test_adapters_are_loaded_as_adapters(saved: str, own: str, message: str | No
         pytest.param(None, False, id="not-known"),
     ],
 )
-def test_adapters_go_on_with_the_model_that_they_are_of(
+def test_adapters_need_their_base_model(
     sample: dict[str, list[float]] | None, refused: bool
 ) -> None:
     base = {"pretrained_checkpoint": "/models/one", "base_sample": {"a.weight": [0.5, -1.0, 0.01]}}
-    content = {**describe({**values(LORA, 1), **base}, 1), "schedule": {}}
-    own = {**values(LORA, 1), "pretrained_checkpoint": "/models/other", "base_sample": sample}
+    content = {**describe_arguments({**derive_values(LORA, 1), **base}, 1), "schedule": {}}
+    current = {
+        **derive_values(LORA, 1),
+        "pretrained_checkpoint": "/models/other",
+        "base_sample": sample,
+    }
     if not refused:
-        assert parts_to_load(content, own, 1).optimizer
+        assert parts_to_load(content, current, 1).optimizer
         return
     with pytest.raises(CheckpointError, match=r"another model than /models/other: a\.weight"):
-        parts_to_load(content, own, 1)
+        parts_to_load(content, current, 1)
 
 
 MTP = f"{LLAMA} --position-embedding-type rope --mtp-num-layers"
 
 
 @pytest.mark.parametrize(
-    ("saved", "own", "said"),
+    ("saved", "argv", "message"),
     [
         pytest.param(f"{MTP} 1", f"{MTP} 1", None, id="same"),
         pytest.param(f"{MTP} 1", f"{MTP} 0 --finetune", "without its 1 layers", id="weights-alone"),
@@ -134,31 +142,53 @@ MTP = f"{LLAMA} --position-embedding-type rope --mtp-num-layers"
         pytest.param(f"{MTP} 2", f"{MTP} 1", "checkpoint has 2, the model 1", id="fewer"),
     ],
 )
-def test_layers_that_predict_further_are_taken_or_left(
-    saved: str, own: str, said: str | None
+def test_mtp_layers_are_loaded_skipped_or_rejected(
+    saved: str, argv: str, message: str | None
 ) -> None:
-    content, ours = {**describe(values(saved, 1), 1), "schedule": {}}, values(own, 1)
-    if said is None or said.startswith("without"):
-        notes = parts_to_load(content, ours, 1).notes
-        assert notes[:1] == () if said is None else notes[0].startswith(said)
+    content, current = (
+        {**describe_arguments(derive_values(saved, 1), 1), "schedule": {}},
+        derive_values(argv, 1),
+    )
+    if message is None or message.startswith("without"):
+        notes = parts_to_load(content, current, 1).notes
+        assert notes[:1] == () if message is None else notes[0].startswith(message)
         return
-    with pytest.raises(CheckpointError, match=said):
-        parts_to_load(content, ours, 1)
+    with pytest.raises(CheckpointError, match=message):
+        parts_to_load(content, current, 1)
 
 
-def test_random_states_are_of_one_order_of_ranks() -> None:
-    """Replicas that are pipelines are numbered one after another where they are unlike."""
-    like = values(f"{LLAMA} --pipeline-model-parallel-size 2", 4)
-    unlike = values(f"{LLAMA} --pipeline-model-parallel-size 2 {REPLICAS}", 4)
-    assert parts_to_load({**describe(unlike, 4), "schedule": {}}, unlike, 4).rng
-    assert not parts_to_load({**describe(like, 4), "schedule": {}}, unlike, 4).rng
-    like, unlike = values(LLAMA, 2), values(f"{LLAMA} {REPLICAS}", 2)
-    assert parts_to_load({**describe(like, 2), "schedule": {}}, unlike, 2).rng
+def test_rng_states_need_same_rank_order() -> None:
+    """Ranks of heterogeneous pipeline replicas are numbered replica by replica."""
+    homogeneous = derive_values(f"{LLAMA} --pipeline-model-parallel-size 2", 4)
+    heterogeneous = derive_values(f"{LLAMA} --pipeline-model-parallel-size 2 {REPLICAS}", 4)
+    assert parts_to_load(
+        {**describe_arguments(heterogeneous, 4), "schedule": {}}, heterogeneous, 4
+    ).rng
+    assert not parts_to_load(
+        {**describe_arguments(homogeneous, 4), "schedule": {}}, heterogeneous, 4
+    ).rng
+    homogeneous, heterogeneous = derive_values(LLAMA, 2), derive_values(f"{LLAMA} {REPLICAS}", 2)
+    assert parts_to_load(
+        {**describe_arguments(homogeneous, 2), "schedule": {}}, heterogeneous, 2
+    ).rng
 
 
-def test_random_states_are_of_one_layout_of_meshes() -> None:
-    own = values(MESHES, 3)
-    saved = {**describe(own, 3), "schedule": {}}
-    assert parts_to_load(saved, own, 3).rng
-    assert not parts_to_load(saved, values(MESHES + " --hetero-pipeline-layer-split 3 1", 3), 3).rng
-    assert not parts_to_load(saved, values(LLAMA, 3 + 1), 4).rng
+def test_rng_states_need_same_meshes() -> None:
+    current = derive_values(MESHES, 3)
+    saved = {**describe_arguments(current, 3), "schedule": {}}
+    assert parts_to_load(saved, current, 3).rng
+    assert not parts_to_load(
+        saved, derive_values(MESHES + " --hetero-pipeline-layer-split 3 1", 3), 3
+    ).rng
+    assert not parts_to_load(saved, derive_values(LLAMA, 3 + 1), 4).rng
+
+
+def test_changed_schedule_is_rejected_with_hint_except_in_evaluation() -> None:
+    saved = {**describe_arguments(derive_values(LLAMA, 1), 1), "schedule": {"lr_decay_steps": 12}}
+    longer = f"{LLAMA} --train-iters 9"
+    with pytest.raises(CheckpointError) as refused:
+        parts_to_load(saved, derive_values(longer, 1), 1)
+    assert "train.model.override_opt_param_scheduler: true" in str(refused.value.hint)
+    evaluation = derive_values(f"{longer} --skip-train", 1)
+    assert parts_to_load(saved, evaluation, 1).optimizer
+    assert evaluation["use_checkpoint_opt_param_scheduler"]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from flagscale.config.arguments.parser import parse_arguments
+from flagscale.config.arguments.spec.parser import parse_arguments
 from flagscale.config.secrets import (
     HIDDEN,
     is_secret,
@@ -54,7 +54,7 @@ from flagscale.config.secrets import (
         "sessionCookies",
     ],
 )
-def test_secret(name: str) -> None:
+def test_secret_name_is_detected(name: str) -> None:
     assert is_secret_name(name)
 
 
@@ -104,21 +104,21 @@ def test_secret(name: str) -> None:
         "_",
     ],
 )
-def test_not_secret(name: str) -> None:
+def test_ordinary_name_is_not_secret(name: str) -> None:
     assert not is_secret_name(name)
 
 
-def test_no_argument_of_training_looks_like_a_secret() -> None:
+def test_no_training_argument_is_secret() -> None:
     assert [name for name in vars(parse_arguments([])) if is_secret_name(name)] == []
 
 
-def test_what_is_hidden_is_no_secret_any_more() -> None:
-    hidden = without_passwords("http://u:p@h?token=x;y=1&sig=z")
-    assert hidden == f"http://u:{HIDDEN}@h?token={HIDDEN};y=1&sig={HIDDEN}"
-    assert without_passwords(hidden) == hidden
+def test_redaction_is_idempotent() -> None:
+    redacted = without_passwords("http://u:p@h?token=x;y=1&sig=z")
+    assert redacted == f"http://u:{HIDDEN}@h?token={HIDDEN};y=1&sig={HIDDEN}"
+    assert without_passwords(redacted) == redacted
 
 
-def test_redact() -> None:
+def test_redact_replaces_secret_values() -> None:
     data = {
         "envs": {"HF_TOKEN": "abc", "A": "1", "EMPTY_TOKEN": "", "NONE_KEY": None},
         "list": [{"password": "x"}],
@@ -205,7 +205,7 @@ def test_redact() -> None:
         pytest.param("expandable_segments:True,max_split_size_mb=1", None, id="settings"),
     ],
 )
-def test_passwords_of_addresses(value: str, expected: str | None) -> None:
+def test_password_in_url_is_redacted(value: str, expected: str | None) -> None:
     assert is_secret("HTTPS_PROXY", value) is (expected is not None)
     assert is_secret("data_path", ["x", value]) is (expected is not None)
     assert without_passwords(value) == (value if expected is None else expected)
@@ -229,7 +229,7 @@ def test_passwords_of_addresses(value: str, expected: str | None) -> None:
         pytest.param("e={SSHPASS: x", "e=<hidden>", id="unreadable"),
     ],
 )
-def test_overrides_without_their_secrets(override: str, expected: str | None) -> None:
+def test_secret_override_is_redacted(override: str, expected: str | None) -> None:
     assert redact_overrides([override]) == [override if expected is None else expected]
 
 
@@ -237,5 +237,5 @@ def test_overrides_without_their_secrets(override: str, expected: str | None) ->
     ("name", "value", "expected"),
     [("DB_PASS", "x", True), ("DB_PASS", "", False), ("DB_PASS", None, False), ("A", "x", False)],
 )
-def test_a_secret_needs_a_value(name: str, value: str | None, expected: bool) -> None:
+def test_empty_value_is_not_secret(name: str, value: str | None, expected: bool) -> None:
     assert is_secret(name, value) is expected

@@ -1,4 +1,4 @@
-"""``experiment.runner.slurm``: what it takes, and what is refused with what to write instead."""
+"""``experiment.runner.slurm``: its options, and hints for rejected values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from flagscale.config.checks import notes
+from flagscale.config.checks import experiment_notes
 from flagscale.config.documented import documented
 from flagscale.config.slurm_schema import OTHERS, TYPED, Container, Slurm, seconds
 from flagscale.errors import ConfigError
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from conftest import Workspace
 
 
-def section(workspace: Workspace, text: str, runner: str = "") -> None:
+def set_slurm_section(workspace: Workspace, text: str, runner: str = "") -> None:
     workspace.replace(
         "conf/train.yaml", "    nnodes: 1\n", f"    type: slurm\n    slurm: {text}\n{runner}"
     )
 
 
-def test_what_is_given(workspace: Workspace) -> None:
-    section(
+def test_slurm_section_is_loaded(workspace: Workspace) -> None:
+    set_slurm_section(
         workspace,
         "{partition: 'gpu,long', time: 2:00:00, nodes: 2, gpus_per_node: h100:8, requeue: 3, "
         "exclusive: false, extra: {hold: true, mail-type: END, licenses: 'a b$c', nice: null}}",
@@ -40,16 +40,16 @@ def test_what_is_given(workspace: Workspace) -> None:
     )
 
 
-def test_a_container(workspace: Workspace) -> None:
-    section(workspace, "{container: {image: a.sif, runtime: apptainer, mounts: /data}}")
-    given = "experiment.runner.slurm.container.options=[--nv]"
-    assert workspace.load(given).runner.slurm.container == Container(
+def test_container_is_loaded(workspace: Workspace) -> None:
+    set_slurm_section(workspace, "{container: {image: a.sif, runtime: apptainer, mounts: /data}}")
+    override = "experiment.runner.slurm.container.options=[--nv]"
+    assert workspace.load(override).runner.slurm.container == Container(
         image="a.sif", runtime="apptainer", mounts=("/data",), options=("--nv",)
     )
 
 
-def test_overrides_of_any_option(workspace: Workspace) -> None:
-    section(workspace, "{}")
+def test_slurm_options_can_be_overridden(workspace: Workspace) -> None:
+    set_slurm_section(workspace, "{}")
     runner = workspace.load(
         "experiment.runner.slurm.time=1-12:00:00",
         "experiment.runner.slurm.extra.comment=a",
@@ -58,13 +58,13 @@ def test_overrides_of_any_option(workspace: Workspace) -> None:
     ).runner
     assert (runner.nnodes, runner.slurm.time) == (3, "1-12:00:00")
     assert runner.slurm.extra == {"comment": "a", "hold": None}
-    whole = "experiment.runner.slurm.device_type_specific={A:{nodes:1},B:{nodes:2}}"
-    slurm = workspace.load("experiment.runner.slurm.extra={hold:true}", whole).runner.slurm
+    per_type = "experiment.runner.slurm.device_type_specific={A:{nodes:1},B:{nodes:2}}"
+    slurm = workspace.load("experiment.runner.slurm.extra={hold:true}", per_type).runner.slurm
     assert (slurm.extra, [*slurm.by_type]) == ({"hold": None}, ["A", "B"])
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         pytest.param(
             "{partion: x}", "slurm.partion: unknown key; did you mean 'partition'", id="typo"
@@ -129,16 +129,16 @@ def test_overrides_of_any_option(workspace: Workspace) -> None:
         pytest.param("{extra: {container_image: x}}", "give `container`", id="pyxis"),
     ],
 )
-def test_what_is_refused(workspace: Workspace, text: str, said: str) -> None:
-    section(workspace, text)
-    with pytest.raises(ConfigError) as found:
+def test_invalid_slurm_option_is_rejected(workspace: Workspace, text: str, message: str) -> None:
+    set_slurm_section(workspace, text)
+    with pytest.raises(ConfigError) as error:
         workspace.load()
-    assert said in str(found.value)
-    assert "abc" not in str(found.value)
+    assert message in str(error.value)
+    assert "abc" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("runner", "said"),
+    ("runner", "message"),
     [
         pytest.param("    nnodes: 3\n", "is 2, and experiment.runner.nnodes is 3", id="nodes"),
         pytest.param("    nnodes: 99999\n", "Slurm has 65,536 nodes at most", id="many-nodes"),
@@ -147,17 +147,17 @@ def test_what_is_refused(workspace: Workspace, text: str, said: str) -> None:
         pytest.param("    stop_grace: 1e5\n", "with Slurm 65,505 s at most", id="signal"),
     ],
 )
-def test_what_must_fit_the_runner(workspace: Workspace, runner: str, said: str) -> None:
-    section(workspace, "{nodes: 2, time: 2:00:00}", runner)
-    with pytest.raises(ConfigError) as found:
+def test_conflict_with_runner_is_rejected(workspace: Workspace, runner: str, message: str) -> None:
+    set_slurm_section(workspace, "{nodes: 2, time: 2:00:00}", runner)
+    with pytest.raises(ConfigError) as error:
         workspace.load()
-    assert said in str(found.value)
+    assert message in str(error.value)
 
 
-def test_it_belongs_to_one_runner(workspace: Workspace) -> None:
-    section(workspace, "{nodes: 1}")
-    found = notes(workspace.load("experiment.runner.type=ssh"), 2)
-    assert "experiment.runner.slurm has no effect without type: slurm" in found
+def test_slurm_section_of_other_runner_is_noted(workspace: Workspace) -> None:
+    set_slurm_section(workspace, "{nodes: 1}")
+    notes = experiment_notes(workspace.load("experiment.runner.type=ssh"), 2)
+    assert "experiment.runner.slurm has no effect without type: slurm" in notes
 
 
 @pytest.mark.parametrize(
@@ -175,16 +175,16 @@ def test_it_belongs_to_one_runner(workspace: Workspace) -> None:
         ("0:00:00", None),
     ],
 )
-def test_times(text: str, expected: int | None) -> None:
+def test_time_limit_is_converted_to_seconds(text: str, expected: int | None) -> None:
     assert seconds(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "1h", "1:2:3:4", "-3", "1-"])
-def test_no_times(text: str) -> None:
+def test_invalid_time_limit_is_rejected(text: str) -> None:
     with pytest.raises(ValueError):
         seconds(text)
 
 
-def test_an_option_has_one_place() -> None:
+def test_options_do_not_overlap() -> None:
     assert not set(documented(Slurm)) & set(OTHERS)
     assert not set(TYPED) & set(OTHERS)

@@ -1,4 +1,4 @@
-"""Which runs a sweep is of, and how their directories are called."""
+"""Runs of a sweep and the names of their directories."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flagscale.config.sweeps import load_each, sweep
+from flagscale.config.sweeps import expand_sweep, load_combinations
 from flagscale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(
-    ("given", "keys", "runs"),
+    ("overrides", "keys", "runs"),
     [
         pytest.param(
             ["train.model.lr=1e-4,3e-4", "train=8b", "train.model.seed=1,2"],
@@ -63,14 +63,18 @@ if TYPE_CHECKING:
         ),
     ],
 )
-def test_combinations(given: list[str], keys: tuple[str, ...], runs: dict[str, str]) -> None:
-    found = sweep(given)
-    assert found.keys == keys
-    assert {one.name: " ".join(one.overrides) for one in found.combinations} == runs
+def test_sweep_is_expanded_to_combinations(
+    overrides: list[str], keys: tuple[str, ...], runs: dict[str, str]
+) -> None:
+    sweep = expand_sweep(overrides)
+    assert sweep.keys == keys
+    assert {
+        combination.name: " ".join(combination.overrides) for combination in sweep.combinations
+    } == runs
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("overrides", "message"),
     [
         pytest.param(["a=1"], "no override has several values", id="none"),
         pytest.param(["a='1,2'"], "no override has several values", id="quoted"),
@@ -83,9 +87,9 @@ def test_combinations(given: list[str], keys: tuple[str, ...], runs: dict[str, s
         pytest.param(["a=range(0,200)", "b=range(0,200)"], "40,000 runs; at most", id="many"),
     ],
 )
-def test_what_is_no_sweep(given: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        sweep(given)
+def test_invalid_sweep_is_rejected(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        expand_sweep(overrides)
 
 
 VALUES = st.lists(
@@ -103,40 +107,45 @@ VALUES = st.lists(
 )
 
 
-@settings(max_examples=30)  # Hydra's parser takes its time.
+@settings(max_examples=30)  # Hydra's parser is slow.
 @given(VALUES, VALUES)
-def test_each_run_has_a_directory_of_its_own_that_any_program_takes(
-    first: list[object], second: list[object]
-) -> None:
-    given = [f"experiment.exp_name={','.join(map(str, first))}", f"b={','.join(map(str, second))}"]
-    found = sweep(given)
-    names = [one.name for one in found.combinations]
+def test_run_names_are_unique_and_portable(first: list[object], second: list[object]) -> None:
+    overrides = [
+        f"experiment.exp_name={','.join(map(str, first))}",
+        f"b={','.join(map(str, second))}",
+    ]
+    sweep = expand_sweep(overrides)
+    names = [combination.name for combination in sweep.combinations]
     assert len(set(names)) == len(names) <= len(first) * len(second)
     assert all(re.fullmatch(r"[A-Za-z0-9.+=_-]{1,100}", name) for name in names)
-    # A combination's name is its own: it does not hang on what else is tried.
-    alone = sweep([given[0], f"b={','.join(map(str, second[:2]))}"])
-    assert {one.name for one in alone.combinations} <= set(names)
+    # The name of a combination does not depend on the other combinations of the sweep.
+    smaller = expand_sweep([overrides[0], f"b={','.join(map(str, second[:2]))}"])
+    assert {combination.name for combination in smaller.combinations} <= set(names)
 
 
-def test_each_is_loaded_with_its_directory(workspace: Workspace) -> None:
+def test_combinations_are_loaded_with_their_directories(workspace: Workspace) -> None:
     overrides = [
         "train.model.optimizer.lr_scheduler.lr=1e-4,2e-4",
         "experiment.exp_dir=out/${experiment.exp_name}",
     ]
-    loaded = load_each(workspace.conf, "train", sweep(overrides), None)
-    found = [
-        (one.experiment.exp_dir.relative_to(workspace.root).as_posix(), one.experiment.train.model)
-        for one in loaded
+    combinations = load_combinations(workspace.conf, "train", expand_sweep(overrides), None)
+    runs = [
+        (run.experiment.exp_dir.relative_to(workspace.root).as_posix(), run.experiment.train["lr"])
+        for run in combinations
     ]
-    assert [(path, model["optimizer"]["lr_scheduler"]["lr"]) for path, model in found] == [
+    assert runs == [
         ("out/demo/lr=0.0001", 0.0001),
         ("out/demo/lr=0.0002", 0.0002),
     ]
-    # Where directories are the values, they are what was meant.
-    named = load_each(workspace.conf, "train", sweep(["experiment.exp_dir=a,'b, c'"]), None)
-    assert [one.experiment.exp_dir.name for one in named] == ["a", "b, c"]
+    # Directories that are swept over are used as they are.
+    directory_sweep = load_combinations(
+        workspace.conf, "train", expand_sweep(["experiment.exp_dir=a,'b, c'"]), None
+    )
+    assert [run.experiment.exp_dir.name for run in directory_sweep] == ["a", "b, c"]
 
 
-def test_a_mistake_tells_in_which_run_it_is(workspace: Workspace) -> None:
+def test_error_names_the_combination(workspace: Workspace) -> None:
     with pytest.raises(ConfigError, match=r"num_layers: .*found -1 \(with num_layers=-1\)"):
-        load_each(workspace.conf, "train", sweep(["train.model.num_layers=2,-1"]), None)
+        load_combinations(
+            workspace.conf, "train", expand_sweep(["train.model.num_layers=2,-1"]), None
+        )

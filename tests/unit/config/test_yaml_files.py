@@ -1,4 +1,4 @@
-"""Bad YAML is one clear message with file and line."""
+"""YAML files: an error is one clear message with file and line."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from flagscale.config.yaml_file import read
+from flagscale.config.yaml_file import read_yaml
 from flagscale.errors import ConfigError
 
-BAD = {
+INVALID = {
     "tab": ("a:\n\tb: 1\n", 2, "tab"),
     "tab-after-spaces": ("a:\n  b: 1\n  \tc: 1\n", 3, "tab"),
     "duplicate": ("a: 1\nb: 2\na: 3\n", 3, "a: duplicate key, first given in line 1"),
@@ -31,68 +31,70 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("text", "line", "message"), BAD.values(), ids=BAD)
-def test_bad(tmp_path: Path, text: str, line: int, message: str) -> None:
+@pytest.mark.parametrize(("text", "line", "message"), INVALID.values(), ids=INVALID)
+def test_invalid_yaml_is_rejected_with_line(
+    tmp_path: Path, text: str, line: int, message: str
+) -> None:
     path = tmp_path / "a b.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as error:
-        read(path)
+        read_yaml(path)
     assert f"a b.yaml:{line}: " in str(error.value)
     assert message in str(error.value)
     assert len(error.value.problems) == 1
 
 
-def test_every_duplicate_is_told(tmp_path: Path) -> None:
+def test_all_duplicate_keys_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("a: 1\na: 1\nb:\n  c: 1\n  c: 1\n")
     with pytest.raises(ConfigError) as error:
-        read(path)
+        read_yaml(path)
     assert sorted(p.key for p in error.value.problems) == ["a", "b.c"]
 
 
-def test_not_text(tmp_path: Path) -> None:
+def test_non_utf8_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes(b"a: 1\nb: \xff\xfe\n")
     with pytest.raises(ConfigError, match=r"x\.yaml:2: not UTF-8"):
-        read(path)
+        read_yaml(path)
 
 
-def test_missing(tmp_path: Path) -> None:
+def test_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        read(tmp_path / "none.yaml")
+        read_yaml(tmp_path / "none.yaml")
 
 
-def test_aliases_without_a_cycle_are_fine(tmp_path: Path) -> None:
+def test_aliases_are_expanded(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("base: &b\n  p: 1\none:\n  <<: *b\n  q: 010\ntwo: *b\n")
-    leaves = read(path).leaves
+    leaves = read_yaml(path).leaves
     assert leaves["one.p"].line == 2
     assert (leaves["one.q"].line, leaves["one.q"].text) == (5, "010")
     assert leaves["two.p"].text == "1"
 
 
-def test_aliases_that_explode_are_refused(tmp_path: Path) -> None:
+def test_exponential_aliases_are_rejected(tmp_path: Path) -> None:
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
     path = tmp_path / "x.yaml"
     path.write_text("\n".join(lines))
     with pytest.raises(ConfigError, match="more than"):
-        read(path)
+        read_yaml(path)
 
 
-def test_aliases_that_nest_deep_are_refused(tmp_path: Path) -> None:
+def test_deeply_nested_aliases_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 99)))
     with pytest.raises(ConfigError, match="nests deeper than 32 levels") as error:
-        read(path)
+        read_yaml(path)
     assert len(error.value.problems) == 1
 
 
-def test_a_file_with_more_values_than_an_experiment_has(tmp_path: Path) -> None:
+def test_too_many_values_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(f"a: [{', '.join(['1'] * 200_001)}]\n")
     with pytest.raises(ConfigError, match="more than 200000 values, those that an alias stands"):
-        read(path)
+        read_yaml(path)
 
 
 @pytest.mark.parametrize(
@@ -103,14 +105,14 @@ def test_a_file_with_more_values_than_an_experiment_has(tmp_path: Path) -> None:
         ("a: 1\n# @package foo\n", None),
     ],
 )
-def test_package(tmp_path: Path, text: str, package: str | None) -> None:
+def test_package_header_is_read(tmp_path: Path, text: str, package: str | None) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(text)
-    assert read(path).package == package
+    assert read_yaml(path).package == package
 
 
-def test_empty(tmp_path: Path) -> None:
+def test_empty_file_has_no_keys(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("# nothing\n")
-    assert read(path).leaves == {}
-    assert read(path).defaults == []
+    assert read_yaml(path).leaves == {}
+    assert read_yaml(path).defaults == []

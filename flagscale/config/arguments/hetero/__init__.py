@@ -1,0 +1,1 @@
+"""Training on heterogeneous devices: pipelines over meshes, and micro-batches by measured speed."""

@@ -1,0 +1,1 @@
+"""Rules between arguments, one module per feature; :mod:`..check` applies them all."""

@@ -1,0 +1,154 @@
+"""Rules of fine-tuning by low-rank adapters (LoRA; Hu et al., 2021). No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from flagscale.config.arguments.spec.argument import Values, Violation
+from flagscale.config.arguments.spec.values import format_value
+
+QKV, PROJ, FC1, FC2 = "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"
+Q, Q_DOWN, Q_UP = "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"
+KV_DOWN, KV_UP = "linear_kv_down_proj", "linear_kv_up_proj"
+HUGGINGFACE_LAYERS: Mapping[str, tuple[str, ...]] = {
+    QKV: ("q_proj", "k_proj", "v_proj"),
+    Q: ("q_proj",),
+    Q_DOWN: ("q_a_proj",),
+    Q_UP: ("q_b_proj",),
+    KV_DOWN: ("kv_a_proj_with_mqa",),
+    KV_UP: ("kv_b_proj",),
+    PROJ: ("o_proj",),
+    FC1: ("gate_proj", "up_proj"),
+    FC2: ("down_proj",),
+}
+"""Linear layers that can have adapters, by megatron.core's names, and those of Hugging Face's that
+each is made of."""
+UNSUPPORTED_BY_PEFT: Mapping[str, str] = {
+    "gpt2": "it takes this model's linear layers for another class, with weights the other way",
+}
+"""Kinds of models (``model_type``) whose adapters are not written for peft, and why."""
+_ALL_LINEAR = "all-linear"
+_ROUNDING = 0.02
+"""How far, beside the largest of them, numbers of the same weight are apart in two precisions."""
+
+
+def adapter_targets(values: Values) -> tuple[str, ...]:
+    """The layers that get adapters, by megatron.core's names; none without ``peft_type``."""
+    return tuple(adapter_parts(values))
+
+
+def adapter_parts(values: Values) -> dict[str, tuple[str, ...]]:
+    """Return the adapted modules of each adapted layer, by Hugging Face's names."""
+    if not values["peft_type"]:
+        return {}
+    names, layers = values["lora_target_modules"], _adaptable_layers(values)
+    if not _names_layers(values):
+        experts = values["num_moe_experts"]
+        return {n: parts for n, parts in layers.items() if not (experts and n in (FC1, FC2))}
+    named = {
+        layer: parts if layer in names else tuple(part for part in parts if part in names)
+        for layer, parts in layers.items()
+    }
+    return {layer: parts for layer, parts in named.items() if parts}
+
+
+def _adaptable_layers(values: Values) -> dict[str, tuple[str, ...]]:
+    """The linear layers of this model that can have adapters, and what each is made of."""
+    names: tuple[str, ...] = (QKV, PROJ, FC1, FC2)
+    if values["multi_latent_attention"]:
+        queries = (Q_DOWN, Q_UP) if values["q_lora_rank"] else (Q,)
+        names = (*queries, KV_DOWN, KV_UP, PROJ, FC1, FC2)
+    layers = {name: HUGGINGFACE_LAYERS[name] for name in names}
+    if not (values["swiglu"] or values["gated_linear_unit"]):
+        layers[FC1] = HUGGINGFACE_LAYERS[FC1][1:]
+    return layers
+
+
+def note_adapters(values: Values) -> Iterator[str]:
+    """Yield notes about adapters."""
+    if values["peft_type"] and values["num_moe_experts"] and not _names_layers(values):
+        name = "lora_target_modules" if values["lora_target_modules"] else "peft_type"
+        layers = ", ".join(adapter_targets(values))
+        yield (
+            f"{name}: {format_value(values[name])} trains {layers}: of a mixture attention alone "
+            "gets "
+            "adapters, experts, shared ones, and layers without experts have none"
+        )
+
+
+def _names_layers(values: Values) -> bool:
+    """Return whether layers are named individually."""
+    names = values["lora_target_modules"]
+    return bool(names) and _ALL_LINEAR not in names
+
+
+def describe_adapters(values: Values) -> dict[str, Any] | None:
+    """Return the description of the adapters for a checkpoint; None without adapters."""
+    if not values["peft_type"]:
+        return None
+    return {
+        "type": values["peft_type"],
+        "rank": values["lora_dim"],
+        "alpha": values["lora_alpha"],
+        "dropout": values["lora_dropout"],
+        "targets": [
+            name
+            for layer, parts in adapter_parts(values).items()
+            for name in ([layer] if parts == _adaptable_layers(values)[layer] else parts)
+        ],
+        "base": values["pretrained_checkpoint"],
+        "sample": values.get("base_sample"),
+    }
+
+
+def first_differing_weight(
+    saved: Mapping[str, Any], expected: Mapping[str, Sequence[float]]
+) -> str | None:
+    """The first weight in which the model that saved adapters are of is not the one whose sample is
+    ``own``; None where they are the same but for rounding, or where nobody knows."""
+    for name, numbers in (saved.get("sample") or {}).items():
+        sample = expected.get(name)
+        if sample is None or len(sample) != len(numbers):
+            return str(name)
+        largest = max(map(abs, numbers), default=0.0)
+        apart = max((abs(a - b) for a, b in zip(numbers, sample, strict=True)), default=0.0)
+        if apart > _ROUNDING * largest:
+            return str(name)
+    return None
+
+
+def check_adapters(values: Values) -> Iterator[Violation]:
+    """Check the settings of low-rank adapters."""
+    if not values["peft_type"]:
+        return
+    yield from _check_targets(values["lora_target_modules"] or (), _adaptable_layers(values))
+    if values["num_moe_experts"] and {FC1, FC2} & set(adapter_targets(values)):
+        names = " and ".join(name for name in _adaptable_layers(values) if name not in (FC1, FC2))
+        message = (
+            f"{format_value(values['lora_target_modules'])}: experts get no adapters; take {names}"
+        )
+        yield "lora_target_modules", message
+    if values["enable_hetero"]:
+        yield (
+            "peft_type",
+            "lora with enable_hetero: adapters are not shared out over unlike devices",
+        )
+    if values["fp8"]:
+        yield "fp8", f"{values['fp8']} with peft_type lora: weights that do not change are not cast"
+    if values["save"] and not values["pretrained_checkpoint"]:
+        yield (
+            "pretrained_checkpoint",
+            "is required by peft_type lora: checkpoints hold the adapters alone, and these are of "
+            "a model; or save: null",
+        )
+
+
+def _check_targets(
+    names: Iterable[str], layers: Mapping[str, tuple[str, ...]]
+) -> Iterator[Violation]:
+    """Names of no layer."""
+    there = [*layers, *(part for parts in layers.values() for part in parts), _ALL_LINEAR]
+    for name in sorted(set(names) - set(there)):
+        listed = ", ".join(there)
+        yield "lora_target_modules", f"{name}: no layer that gets adapters; there is {listed}"

@@ -1,0 +1,1 @@
+"""Definition, reading, writing and parsing of arguments, without rules between them."""

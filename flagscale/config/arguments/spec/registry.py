@@ -1,0 +1,204 @@
+"""Every argument that a train YAML may give, by name. Reading it needs no torch.
+
+Three sources: megatron.core's config dataclasses (a generated list), this project's training
+arguments (which win over the core's of equal name) and the aliases.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from flagscale.config.arguments.compat.aliases import ALIASES, Alias
+from flagscale.config.arguments.spec.argument import Argument, Section, declared
+from flagscale.config.arguments.spec.data_arguments import (
+    Conversations,
+    Data,
+    External,
+    Masking,
+    Prompts,
+    Tokenizer,
+)
+from flagscale.config.arguments.spec.model_arguments import (
+    LOAD_BALANCING,
+    Adapters,
+    Architecture,
+    Latent,
+    LearningRate,
+    Model,
+    TrainingLength,
+)
+from flagscale.config.arguments.spec.system_arguments import (
+    RECOMPUTE_MODULES,
+    Checkpointing,
+    Heterogeneous,
+    Logging,
+    Profiling,
+    Recomputation,
+    Runtime,
+)
+from flagscale.config.arguments.spec.values import nearest_names
+
+TRAINING_GROUPS: tuple[tuple[type, Section], ...] = (
+    (Runtime, "system"),
+    (Checkpointing, "system"),
+    (Logging, "system"),
+    (Profiling, "system"),
+    (Heterogeneous, "system"),
+    (Recomputation, "system"),
+    (Model, "model"),
+    (Architecture, "model"),
+    (Latent, "model"),
+    (TrainingLength, "model"),
+    (LearningRate, "model"),
+    (Adapters, "model"),
+    (Data, "data"),
+    (External, "data"),
+    (Masking, "data"),
+    (Conversations, "data"),
+    (Prompts, "data"),
+    (Tokenizer, "data"),
+)
+"""Each group of arguments with the section of a train YAML that it belongs to."""
+_AT_LEAST_ONE = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_layers",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_shared_expert_intermediate_size",
+    "recompute_num_layers",
+    "bucket_size",
+    "num_distributed_optimizer_instances",
+    "num_dataset_builder_threads",
+    "microbatch_group_size_per_vp_stage",
+    "initial_loss_scale",
+)
+_NOT_NEGATIVE = (
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "lr",
+    "decoupled_lr",
+    "decoupled_min_lr",
+    "weight_decay",
+    "clip_grad",
+    "adam_eps",
+    "layernorm_epsilon",
+    "init_method_std",
+    "loss_scale",
+    "hysteresis",
+)
+_SHARES = ("hidden_dropout", "attention_dropout", "adam_beta1", "adam_beta2", "sgd_momentum")
+BOUNDS: dict[str, tuple[float | None, float | None]] = {
+    **dict.fromkeys(_AT_LEAST_ONE, (1, None)),
+    **dict.fromkeys(_NOT_NEGATIVE, (0, None)),
+    **dict.fromkeys(_SHARES, (0, 1)),
+}
+"""Least and greatest value by name, inclusive; None is "no limit"."""
+CHOICES: dict[str, tuple[str, ...]] = {
+    "moe_router_load_balancing_type": LOAD_BALANCING,
+    "recompute_modules": RECOMPUTE_MODULES,
+}
+"""Values of texts that it compares with, but does not list in their types."""
+_CORE_LIST = Path(__file__).with_name("generated") / "megatron_core.json"
+
+
+@lru_cache(maxsize=1)
+def _core_records() -> list[dict[str, Any]]:
+    with _CORE_LIST.open("rb") as file:
+        records: list[dict[str, Any]] = json.load(file)["arguments"]
+    return records
+
+
+def _core_argument(record: Mapping[str, Any]) -> Argument:
+    choices = CHOICES.get(record["name"], record["choices"])
+    minimum, maximum = BOUNDS.get(record["name"], (None, None))
+    return Argument(
+        name=record["name"],
+        kind=record["kind"],
+        doc=record["doc"],
+        default=record["default"],
+        section=record["section"],
+        many=record["many"],
+        choices=None if choices is None else tuple(choices),
+        minimum=minimum,
+        maximum=maximum,
+        origin=f"megatron.core {record['class']}",
+    )
+
+
+@lru_cache(maxsize=1)
+def arguments() -> Mapping[str, Argument]:
+    """The arguments that the training program has, by name: no aliases."""
+    registered = {record["name"]: _core_argument(record) for record in _core_records()}
+    for group, section in TRAINING_GROUPS:
+        registered.update((argument.name, argument) for argument in declared(group, section))
+    return MappingProxyType(registered)
+
+
+@lru_cache(maxsize=1)
+def aliases() -> Mapping[str, Alias]:
+    """The aliases by name. A name that the training program has itself is no alias."""
+    return MappingProxyType({a.name: a for a in ALIASES if a.name not in arguments()})
+
+
+def _alias_argument(alias: Alias) -> Argument:
+    if alias.rule == "same":
+        target = arguments()[alias.target]
+        return Argument(**{**vars(target), "name": alias.name, "origin": f"alias of {target.name}"})
+    doc = alias.doc or {
+        "opposite": f"The opposite of `{alias.target}`",
+        "value": f"`{alias.target}: {alias.value}`",
+    }.get(alias.rule, "")
+    section = arguments()[alias.target].section if alias.target else "model"
+    return Argument(alias.name, "bool", doc, False, section, origin=f"alias of {alias.target}")
+
+
+@lru_cache(maxsize=1)
+def registry() -> Mapping[str, Argument]:
+    """Arguments and aliases by name, snake case. An alias's ``origin`` says what it stands for."""
+    registered = dict(arguments())
+    registered.update((alias.name, _alias_argument(alias)) for alias in aliases().values())
+    return MappingProxyType(registered)
+
+
+@lru_cache(maxsize=1)
+def one_or_many() -> frozenset[str]:
+    """Arguments that take one value or a list, which mean different things: a single value of
+    theirs stays a single value."""
+    return frozenset(record["name"] for record in _core_records() if record["single"])
+
+
+def lookup(name: str) -> tuple[Argument, Alias | None] | None:
+    """Return the argument of a name in snake case and, if the name is an alias, the alias.
+
+    ``no_x`` of a boolean ``x`` is its opposite.
+    """
+    if name in registry():
+        return registry()[name], aliases().get(name)
+    positive = registry().get(name[3:]) if name.startswith("no_") else None
+    if positive is None or positive.kind != "bool" or positive.name in aliases():
+        return None
+    alias = Alias(name, positive.name, "opposite")
+    return _alias_argument(alias), alias
+
+
+def closest_names(name: str) -> list[str]:
+    """The names that look most like ``name``, best first; empty when nothing comes close."""
+    return nearest_names(name.strip("-").replace("-", "_"), registry())

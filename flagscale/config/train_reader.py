@@ -1,0 +1,119 @@
+"""Reading the arguments of the training program: ``train``, and what differs between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flagscale.config import per_host_allowlist, schema
+from flagscale.config.arguments.spec.parser import unknown_message
+from flagscale.config.arguments.spec.reading import read_arguments
+from flagscale.config.arguments.spec.registry import lookup
+from flagscale.config.arguments.spec.train_arguments import GivenArgument, TrainArguments
+from flagscale.config.host_overrides import is_unknown_here
+from flagscale.config.reader import SectionReader
+from flagscale.config.secrets import is_secret
+from flagscale.errors import Problem
+
+_LAUNCHER_KEYS = ("build_dir", "python", "conda", "cmds")
+
+
+@dataclass
+class TrainSections:
+    """Arguments of all hosts, settings that differ between hosts, and the problems of each key."""
+
+    train: TrainArguments = field(default_factory=TrainArguments)
+    by_type: dict[str, schema.HostOverride] = field(default_factory=dict)
+    by_host: dict[str, schema.HostOverride] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def read_train_sections(
+    reader: SectionReader, data: Mapping[Any, Any], task: schema.Task
+) -> TrainSections:
+    """Read ``train``, ``device_type_specific`` and ``node_specific``.
+
+    A command gets none of the arguments, so that the YAML of a training run will do for it.
+    """
+    sections = TrainSections()
+    if not task.is_command:
+        train = reader.mapping(data, "train")
+        for name in train:
+            if name not in schema.SECTIONS:
+                reader.unknown(f"train.{name}", name, schema.SECTIONS)
+        reading = read_arguments(
+            {name: reader.mapping(train, name, "train.") for name in schema.SECTIONS},
+            external=task.external,
+            places=reader.sources.places,
+        )
+        sections.train = reading.arguments
+        sections.problems += reading.problems(external=task.external)
+    by_type, by_host = (
+        _read_overrides(reader, data, section, task, sections.problems)
+        for section in schema.SPECIFIC_SECTIONS
+    )
+    sections.by_type, sections.by_host = by_type, by_host
+    return sections
+
+
+def _read_overrides(
+    reader: SectionReader,
+    data: Mapping[Any, Any],
+    section: str,
+    task: schema.Task,
+    problems: list[Problem],
+) -> dict[str, schema.HostOverride]:
+    """Read ``device_type_specific`` or ``node_specific``, by type or host."""
+    parts = reader.mapping(data, section)
+    overrides = {}
+    for name in parts:
+        prefix = f"{section}.{name}."
+        part = reader.mapping(parts, name, f"{section}.")
+        settings = reader.fields(schema.HostOverride, part, prefix, others=True)
+        cmds = reader.mapping(part, "cmds", prefix)
+        settings |= reader.fields(schema.Commands, cmds, f"{prefix}cmds.")
+        if not task.is_command:
+            # In sections or not, as a user likes.
+            arguments = {key: value for key, value in part.items() if key not in _LAUNCHER_KEYS}
+            reading = read_arguments(
+                arguments, prefix, external=task.external, places=reader.sources.places
+            )
+            settings["arguments"] = reading.arguments
+            problems += reading.structure
+            problems += check_host_arguments(
+                reading.arguments, reading.errors, external=task.external
+            )
+        overrides[str(name)] = schema.HostOverride(**settings)
+    return overrides
+
+
+def check_host_arguments(
+    arguments: TrainArguments, errors: Mapping[str, str], *, external: bool
+) -> Iterator[Problem]:
+    """Yield the problems of arguments that one host or device type overrides.
+
+    ``errors`` are unknown names and unfit values by key.
+    """
+    for argument in arguments.entries:
+        if complaint := _explain_refusal(argument, errors.get(argument.key), external):
+            yield Problem(argument.key, complaint, argument.place)
+
+
+def _explain_refusal(
+    given_argument: GivenArgument, error: str | None, external: bool
+) -> str | None:
+    if is_secret(given_argument.name, given_argument.value):
+        return "looks like a secret, which a script and the process list would show"
+    if external and is_unknown_here(given_argument.name):
+        return None
+    known_argument = lookup(given_argument.name)
+    if known_argument is None:
+        return unknown_message(given_argument.name)
+    argument, alias = known_argument
+    target = argument.name if alias is None else alias.target
+    if target not in per_host_allowlist.ARGUMENTS:
+        why = per_host_allowlist.INSTEAD.get(target, "ranks may hang or train unlike weights")
+        section = f"`train.{argument.section}`"
+        return f"has to be the same on every host of a job, else {why}: give it in {section}"
+    return None if external else error
