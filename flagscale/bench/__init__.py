@@ -1,1 +1,7 @@
-"""Measuring tools: collectives, the creation of process groups."""
+"""Benchmarks: collectives, creation of process groups, pipelined schedules, agreement with nccl-
+tests, background traffic, and training under traffic.
+
+Every benchmark has a ``cli`` module, which parses its command line into a plan, and a ``worker``
+module, which runs on the ranks. ``command`` is the common frame of these commands, ``placement``
+and ``options`` have their shared flags, ``starters`` start ranks.
+"""

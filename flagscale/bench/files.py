@@ -1,4 +1,4 @@
-"""Files that a command line names, where each host may have a disk of its own."""
+"""Files named on a command line, where each host may have a disk of its own."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from flagscale.errors import ConfigError
 
 
 class UnreadableFileError(ConfigError):
-    """A file of the command line cannot be read on this host. Others may have it, so the rank that
-    lacks it says so, whichever it is."""
+    """A file of the command line cannot be read on this host. Other hosts may have it, so the
+    rank without it reports the error, whichever it is.
+    """
 
 
 def read_text(path: Path, name: str) -> str:
-    """The text of a file that messages call ``name``.
+    """Read the text of a file; ``name`` names it in messages.
 
     Raises:
-        UnreadableFileError: it cannot be read, or is no text.
+        UnreadableFileError: the file cannot be read, or is no text.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -30,15 +31,15 @@ def read_text(path: Path, name: str) -> str:
 
 
 def read_object(path: Path, name: str, expected: str) -> dict[str, Any]:
-    """The object in a JSON file that a command has kept.
+    """Read a JSON object that a command has written.
 
     Args:
-        path: the file.
-        name: what messages call it.
-        expected: what it should be, in words.
+        path: file to read.
+        name: its name in messages.
+        expected: description of the expected content.
 
     Raises:
-        ConfigError: it cannot be read, or has no object.
+        ConfigError: the file cannot be read, or contains no object.
     """
     try:
         content = json.loads(read_text(path, name))
@@ -50,10 +51,10 @@ def read_object(path: Path, name: str, expected: str) -> dict[str, Any]:
 
 
 def require_writable(path: Path, flag: str) -> None:
-    """Refuse a file that ``flag`` names and that could not be written, before anything is measured.
+    """Refuse an output file that cannot be written, before anything is measured.
 
     Raises:
-        ConfigError: its directory is absent or closed to this user, or it is itself one.
+        ConfigError: its directory is absent or not writable, or it is a directory itself.
     """
     directory = path.absolute().parent
     if not directory.is_dir():
@@ -61,7 +62,8 @@ def require_writable(path: Path, flag: str) -> None:
     if path.is_dir():
         raise ConfigError(f"{flag} {path}: this is a directory; expected a file")
     try:
-        # The file is replaced by a new one, made beside it. Permissions do not tell of every disk.
+        # Results are written to a new file that replaces the old one. Permissions alone do not show
+        # whether every disk is writable.
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:

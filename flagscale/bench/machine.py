@@ -1,4 +1,4 @@
-"""What a figure was measured on and with: the facts that a committed result carries."""
+"""Conditions of a measurement that are stored with its result."""
 
 from __future__ import annotations
 
@@ -12,33 +12,41 @@ from typing import Any
 
 import psutil
 
-from flagscale.accelerators.cpu import processor
+from flagscale.accelerators.cpu import processor_name
 from flagscale.comm.base import distribution_version
 
 PACKAGES = ("flagscale", "torch", "megatron-core", "hydra-core", "paramiko")
 
 
-def facts(*packages: str) -> dict[str, Any]:
-    """Date, processor, memory, system, versions and the command line. Host names, paths of the
-    user and the environment stay out: results are published."""
-    project, script = Path(__file__).resolve().parents[2], Path(sys.argv[0]).resolve()
-    shown = script.relative_to(project) if project in script.parents else script.name
+def describe_machine(*packages: str) -> dict[str, Any]:
+    """Return date, processor, memory, system, versions and command line. Host names, the user's
+    paths and the environment are left out, because results are published.
+    """
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "command": shlex.join(["python", str(shown), *sys.argv[1:]]),
-        **hardware(),
+        "command": shlex.join([*_program_words(), *sys.argv[1:]]),
+        **describe_hardware(),
         "python": platform.python_version(),
         "versions": {name: distribution_version(name) for name in packages or PACKAGES},
     }
 
 
-def hardware() -> dict[str, Any]:
-    """Processor, cores that this process may use, memory, what else the machine does, system."""
+def _program_words() -> list[str]:
+    """Return the command line of this program without its arguments."""
+    project, script = Path(__file__).resolve().parents[2], Path(sys.argv[0]).resolve()
+    if script.name == "flagscale" or script == project / "flagscale" / "cli.py":
+        return ["flagscale"]
+    program = script.relative_to(project) if project in script.parents else script.name
+    return ["python", str(program)]
+
+
+def describe_hardware() -> dict[str, Any]:
+    """Return processor, usable cores, memory, load by other programs, and system."""
     return {
-        "processor": processor(),
+        "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        # On a busy machine a time says little.
+        # Times measured on a busy machine are of little value.
         "load_before": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
     }

@@ -1,4 +1,4 @@
-"""The ranks of a measurement: how many, on which hosts, started by what; and the flags for that."""
+"""Placement of the ranks of a benchmark: their number, hosts and starter; and its flags."""
 
 from __future__ import annotations
 
@@ -11,37 +11,43 @@ from pathlib import Path
 from typing import Literal
 
 from flagscale.accelerators.registry import AUTO
-from flagscale.bench.command_line import COMM, add_device, at_least, did_you_mean, filled
 from flagscale.bench.files import read_text
+from flagscale.bench.options import (
+    COMM,
+    add_device_flag,
+    from_options,
+    require_at_least,
+    suggest_name,
+)
 from flagscale.comm import registry
 from flagscale.errors import ConfigError
 from flagscale.hosts.hostfile import Host, parse_hostfile
-from flagscale.hosts.names import expand
+from flagscale.hosts.names import expand_pattern
 
 DEFAULT_SETUP = Path("default")
-"""The setup script that nccom-test brings: it installs what nobody needs here."""
+"""Name of nccom-test's own setup script, which installs nothing that is needed here."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks and what they run on."""
+    """Ranks and the hosts they run on."""
 
     workers: int | None = None
     nodes: int = 1
     backend: str = "auto"
     device: str = AUTO
     timeout: float = 300.0
-    """Seconds without a finished iteration after which a run counts as stuck."""
+    """Seconds without a finished iteration before a run is considered stuck."""
     pin: bool = False
     oversubscribe: bool = False
-    """Start however many ranks a host has to carry."""
+    """Start any number of ranks on a host."""
     address: str | None = None
     port: int | None = None
     hosts: tuple[Host, ...] = ()
     per_host: tuple[int, ...] = ()
-    """Ranks of each of ``hosts``."""
+    """Number of ranks on each of ``hosts``."""
     environment: tuple[tuple[str, str, str], ...] = ()
-    """Variables of the ranks: of which host (empty: of all), name and value."""
+    """Variables of the ranks: host name (empty: all hosts), variable name, value."""
     starter: Literal["ssh", "mpirun"] = "ssh"
     ssh_config: Path | None = None
     log_dir: Path | None = None
@@ -50,42 +56,83 @@ class Placement:
     slurm_cpus: int | None = None
     slurm_setup: Path | None = None
     slurm_wait: float = 600.0
-    """Seconds in the queue before a new allocation is given up."""
+    """Longest wait for a new allocation, in seconds."""
 
 
-def add_place(parser: argparse.ArgumentParser) -> Callable[..., object]:
-    """The flags that say which ranks run where, for every command that has ranks on hosts; what
-    adds more of them."""
-    add = parser.add_argument_group("where").add_argument
+def add_placement_flags(parser: argparse.ArgumentParser) -> Callable[..., object]:
+    """Add the flags for the placement of ranks. Returns the function that adds flags to this
+    group.
+    """
+    add = parser.add_argument_group("placement").add_argument
     add(*("-r", "--nworkers", "-np", "--nproc"), type=int, metavar="N", help="number of ranks")
     add("-N", "--nnodes", type=int, default=1, metavar="N", help="number of hosts (1)")
-    add("--backend", default="auto", metavar="NAME", help="as distributed_backend in a YAML (auto)")
-    options = "options of the backend, as train.system.comm in a YAML (flagscale comm list)"
-    add(COMM, nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=options)
-    add_device(add)
-    add("-s", "--hosts", nargs="+", action="extend", default=[], metavar="HOST", help="start there")
-    variable = "set for the ranks of --hosts, or of one: CUDA_VISIBLE_DEVICES=1, h2:LD_PRELOAD=x"
-    add("--env", action="append", default=[], metavar="[HOST:]NAME=VALUE", help=variable)
-    add("--hosts-file", type=Path, metavar="FILE", help="a host a line, or the launcher's hostfile")
+    add(
+        "--backend",
+        default="auto",
+        metavar="NAME",
+        help="backend, as distributed_backend in a YAML (auto)",
+    )
+    add(
+        COMM,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help="options of the backend, as train.system.comm in a YAML (flagscale comm list)",
+    )
+    add_device_flag(add)
+    add(
+        "-s",
+        "--hosts",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="HOST",
+        help="hosts to start ranks on; node[01-04] stands for four",
+    )
+    add(
+        "--env",
+        action="append",
+        default=[],
+        metavar="[HOST:]NAME=VALUE",
+        help="variable of the ranks on all hosts or one: CUDA_VISIBLE_DEVICES=1, h2:LD_PRELOAD=x",
+    )
+    add(
+        "--hosts-file",
+        type=Path,
+        metavar="FILE",
+        help="hostfile of the launcher, or one host per line",
+    )
     add("--oversubscribe", action="store_true", help="start any number of ranks on a host")
-    add("--starter", choices=("ssh", "mpirun"), default="ssh", help="what reaches --hosts (ssh)")
-    add("--ssh-config", type=Path, metavar="FILE", help="instead of ~/.ssh/config")
-    add("--mpi-log-dir", type=Path, metavar="DIR", help="a file for every rank's output")
-    add("--data-collector-host", metavar="HOST", help="where rank 0 collects (its own)")
-    add("--data-collector-port", type=int, metavar="PORT", help="its port (a free one)")
-    add("-S", "--slurm-mode", dest="slurm", action="store_true", help="start by srun")
-    add("--slurm-job-id", dest="slurm_job", metavar="ID", help="in this allocation (a new one)")
-    add("-u", "--slurm-vcpus-per-node", type=int, metavar="N", help="CPUs of a host (what it has)")
-    add("--slurm-setup-script", type=Path, metavar="FILE", help="run on each host before")
-    add("--slurm-wait", type=float, default=600, metavar="S", help="longest wait in queue (600)")
+    add(
+        "--starter",
+        choices=("ssh", "mpirun"),
+        default="ssh",
+        help="starter of the ranks on --hosts (ssh)",
+    )
+    add("--ssh-config", type=Path, metavar="FILE", help="SSH configuration (~/.ssh/config)")
+    add("--mpi-log-dir", type=Path, metavar="DIR", help="write each rank's output to a file in DIR")
+    add("--data-collector-host", metavar="HOST", help="rendezvous address of rank 0 (its host's)")
+    add("--data-collector-port", type=int, metavar="PORT", help="rendezvous port (a free one)")
+    add("-S", "--slurm-mode", dest="slurm", action="store_true", help="start the ranks by srun")
+    add("--slurm-job-id", dest="slurm_job", metavar="ID", help="allocation to use (a new one)")
+    add("-u", "--slurm-vcpus-per-node", type=int, metavar="N", help="CPUs per host (all)")
+    add("--slurm-setup-script", type=Path, metavar="FILE", help="script to run on each host first")
+    add(
+        "--slurm-wait",
+        type=float,
+        default=600,
+        metavar="S",
+        help="longest wait for an allocation in seconds (600)",
+    )
     return add
 
 
-def require_room(ranks: int, cores: int, place: Placement, host: str) -> None:
-    """Refuse ranks under which a host would stand still, unless the user insists.
+def require_capacity(ranks: int, cores: int, place: Placement, host: str) -> None:
+    """Refuse more ranks than a host can run, unless the user insists.
 
     Raises:
-        ConfigError: they are far more than its cores.
+        ConfigError: there are far more ranks than cores.
     """
     most = max(32, 8 * cores)
     if ranks > most and not place.oversubscribe:
@@ -95,8 +142,12 @@ def require_room(ranks: int, cores: int, place: Placement, host: str) -> None:
         )
 
 
-def require_own(address: str | None) -> None:
-    """Raise :class:`ConfigError` for an address at which ranks of this machine cannot meet."""
+def require_local_address(address: str | None) -> None:
+    """Refuse a rendezvous address that is not this machine's.
+
+    Raises:
+        ConfigError: it is not.
+    """
     try:
         family = socket.getaddrinfo(address, 0)[0][0]
         socket.create_server((address or "", 0), family=family).close()
@@ -105,16 +156,16 @@ def require_own(address: str | None) -> None:
         raise ConfigError(f"{text} ({error.strerror})") from error
 
 
-def placement(options: argparse.Namespace) -> Placement:
-    """The ranks that parsed flags ask for.
+def parse_placement(options: argparse.Namespace) -> Placement:
+    """Return the placement that parsed flags describe.
 
     Raises:
         ConfigError: a value is wrong, or the ranks do not fit the hosts.
     """
-    _check(options)
+    _check_flags(options)
     if options.slurm_setup_script == DEFAULT_SETUP:
         options.slurm_setup_script = None
-    hosts = named_hosts(options.hosts) or listed_hosts(options.hosts_file)
+    hosts = parse_host_names(options.hosts) or read_host_list(options.hosts_file)
     slots = [host.slots for host in hosts if host.slots is not None]
     workers = options.nworkers
     # A hostfile says how many ranks each host takes; they need not be equally many.
@@ -129,7 +180,7 @@ def placement(options: argparse.Namespace) -> Placement:
     for host in hosts:
         if host.slots is not None and not per_host and each > host.slots:
             raise ConfigError(f"-r {workers}: {each} ranks on {host.name}, slots={host.slots}")
-    return filled(
+    return from_options(
         Placement,
         options,
         workers=workers,
@@ -138,17 +189,17 @@ def placement(options: argparse.Namespace) -> Placement:
         port=options.data_collector_port,
         hosts=hosts,
         per_host=per_host or (each,) * len(hosts),
-        environment=tuple(_variable(word, hosts) for word in options.env),
+        environment=tuple(_parse_variable(word, hosts) for word in options.env),
         log_dir=options.mpi_log_dir,
         slurm_cpus=options.slurm_vcpus_per_node,
         slurm_setup=options.slurm_setup_script,
     )
 
 
-def _check(options: argparse.Namespace) -> None:
-    at_least("-r/--nworkers", options.nworkers, 1)
-    at_least("-N/--nnodes", options.nnodes, 1)
-    at_least("-u/--slurm-vcpus-per-node", options.slurm_vcpus_per_node, 1)
+def _check_flags(options: argparse.Namespace) -> None:
+    require_at_least("-r/--nworkers", options.nworkers, 1)
+    require_at_least("-N/--nnodes", options.nnodes, 1)
+    require_at_least("-u/--slurm-vcpus-per-node", options.slurm_vcpus_per_node, 1)
     for flag, seconds in (("-T/--timeout", options.timeout), ("--slurm-wait", options.slurm_wait)):
         if not 0 < seconds < math.inf:
             raise ConfigError(f"{flag} {seconds:g}; expected seconds above 0")
@@ -164,47 +215,49 @@ def _check(options: argparse.Namespace) -> None:
     port = options.data_collector_port
     if port is not None and not 0 < port < 2**16:
         raise ConfigError(f"--data-collector-port {port}; expected 1 to 65535")
-    registry.backend(options.backend, given_by="--backend")
+    registry.get_backend(options.backend, source="--backend")
 
 
-def _variable(word: str, hosts: Sequence[Host]) -> tuple[str, str, str]:
+def _parse_variable(word: str, hosts: Sequence[Host]) -> tuple[str, str, str]:
     name, equals, value = word.partition("=")
     host, _, name = name.rpartition(":")
     if not equals or not name.isidentifier():
         raise ConfigError(f"--env {word!r}; expected NAME=VALUE or HOST:NAME=VALUE")
-    names = [one.name for one in hosts]
+    names = [known_host.name for known_host in hosts]
     if host and host not in names:
-        raise ConfigError(f"--env {word!r}: {host} is none of --hosts{did_you_mean(host, names)}")
+        raise ConfigError(f"--env {word!r}: {host} is none of --hosts{suggest_name(host, names)}")
     if not hosts:
         raise ConfigError(f"--env {word!r} needs --hosts; here the shell sets it")
     return host, name, value
 
 
-def named_hosts(words: Iterable[str]) -> tuple[Host, ...]:
-    """Hosts of the command line, where ``node[01-04]`` stands for four."""
+def parse_host_names(words: Iterable[str]) -> tuple[Host, ...]:
+    """Parse hosts of a command line, where ``node[01-04]`` stands for four."""
     try:
-        pairs = [_slots(part) for word in words for part in _parts(word)]
-        found = [Host(name, slots=slots) for part, slots in pairs for name in expand(part)]
+        pairs = [_split_slots(part) for word in words for part in _split_hosts(word)]
+        hosts = [Host(name, slots=slots) for part, slots in pairs for name in expand_pattern(part)]
     except ValueError as error:
         raise ConfigError(f"--hosts: {error}") from error
-    _distinct([host.name for host in found], "--hosts")
-    return tuple(found)
+    _require_distinct([host.name for host in hosts], "--hosts")
+    return tuple(hosts)
 
 
-def _slots(part: str) -> tuple[str, int | None]:
-    """``10.0.0.1:2``, as mpirun writes two ranks on a host; more colons are an address's own."""
+def _split_slots(part: str) -> tuple[str, int | None]:
+    """Parse ``10.0.0.1:2``, mpirun's notation for two ranks on a host. More colons belong to an
+    address.
+    """
     name, colon, count = part.rpartition(":")
     counted = colon and ":" not in name and count.isdecimal() and int(count) > 0
     return (name, int(count)) if counted else (part, None)
 
 
-def _parts(word: str) -> list[str]:
-    """Hosts with commas between them, as mpirun takes them; a comma in a bracket is a range's."""
+def _split_hosts(word: str) -> list[str]:
+    """Split hosts at commas, as mpirun does; a comma in brackets belongs to a range."""
     return [word] if "[" in word else [part for part in word.split(",") if part]
 
 
-def listed_hosts(file: Path | None) -> tuple[Host, ...]:
-    """A hostfile of the launcher, or a plain list: a host a line."""
+def read_host_list(file: Path | None) -> tuple[Host, ...]:
+    """Read a hostfile of the launcher, or a plain list with one host per line."""
     if file is None:
         return ()
     text = read_text(file, f"--hosts-file {file}")
@@ -213,12 +266,12 @@ def listed_hosts(file: Path | None) -> tuple[Host, ...]:
         return parse_hostfile(text, file)
     if not any(lines):
         raise ConfigError(f"--hosts-file {file}: no host in it; expected one a line")
-    return _distinct([line for line in lines if line], f"--hosts-file {file}")
+    return _require_distinct([line for line in lines if line], f"--hosts-file {file}")
 
 
-def _distinct(names: list[str], source: str) -> tuple[Host, ...]:
+def _require_distinct(names: list[str], source: str) -> tuple[Host, ...]:
     for name in names:
-        # Such a name would be taken for an option further on.
+        # Such a name would later be parsed as an option.
         if not name or name.startswith("-") or any(c.isspace() for c in name):
             raise ConfigError(f"{source}: {name!r} is no host name")
         if names.count(name) > 1:

@@ -1,4 +1,4 @@
-"""How ranks find each other: a store of torch that all of them reach."""
+"""Rendezvous of the ranks: a torch store that all of them reach."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ _LEFT = "left"
 def rendezvous(
     world: BenchWorld, seconds: float, address: str | None = None, port: int | None = None
 ) -> Store:
-    """A store shared by all ranks of ``world``. ``address`` and ``port`` override the launcher's.
+    """Return a store shared by all ranks of ``world``. ``address`` and ``port`` override the
+    launcher's.
 
     Raises:
         UnreachableError: the ranks did not meet within ``seconds``.
-        ConfigError: nothing tells where they could meet.
+        ConfigError: the address of rank 0 is unknown.
     """
     timeout = timedelta(seconds=seconds)
     try:
@@ -41,11 +42,13 @@ def rendezvous(
             return store
         host = address or world.address
         if host and (port or world.port):
-            return _tcp(host, port or world.port or 0, world, timeout)
+            return _connect_store(host, port or world.port or 0, world, timeout)
         if world.launcher == "MPICH":
-            return _by_pmi(world, address, port, timeout)
+            return _rendezvous_by_pmi(world, address, port, timeout)
         if world.rendezvous:
-            return _by_file(world, _file_of(world), address or "127.0.0.1", port or 0, timeout)
+            return _rendezvous_by_file(
+                world, _rendezvous_file(world), address or "127.0.0.1", port or 0, timeout
+            )
     except (dist.DistError, RuntimeError, OSError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnreachableError(f"rank {world.rank} could not meet the others: {first}") from error
@@ -55,18 +58,21 @@ def rendezvous(
     )
 
 
-def _tcp(host: str, port: int, world: BenchWorld, timeout: timedelta) -> TCPStore:
-    """``wait_for_workers`` is off: whoever needs the others waits for their keys."""
+def _connect_store(host: str, port: int, world: BenchWorld, timeout: timedelta) -> TCPStore:
+    """Connect to a TCPStore, without waiting for other ranks: readers wait for the keys they
+    need.
+    """
     leads = world.rank == 0
     return TCPStore(host, port, world.size, leads, timeout, wait_for_workers=False)
 
 
-def _by_pmi(world: BenchWorld, address: str | None, port: int | None, timeout: timedelta) -> Store:
-    """By the little of PMI-1 that is needed under MPICH's mpirun, without an MPI library.
+def _rendezvous_by_pmi(
+    world: BenchWorld, address: str | None, port: int | None, timeout: timedelta
+) -> Store:
+    """Rendezvous under MPICH's mpirun by PMI-1, without an MPI library.
 
-    Hydra gives every rank a socket (``PMI_FD``) and speaks lines of ``key=value`` words over it:
-    put a pair, wait for all ranks, get another's pair. It works between hosts and needs no shared
-    disk.
+    Hydra gives every rank a socket (``PMI_FD``) for lines of ``key=value`` words: put a pair,
+    wait for all ranks, get another rank's pair. It works between hosts and needs no shared disk.
     """
     store = None
     with os.fdopen(os.dup(int(os.environ["PMI_FD"])), "r+b", buffering=0) as stream:
@@ -75,21 +81,21 @@ def _by_pmi(world: BenchWorld, address: str | None, port: int | None, timeout: t
         name = ask("get_my_kvsname", "my_kvsname").get("kvsname", "")
         if world.rank == 0:
             host = address or ("127.0.0.1" if world.one_host else socket.gethostname())
-            store = _tcp(host, port or 0, world, timeout)
+            store = _connect_store(host, port or 0, world, timeout)
             ask(f"put kvsname={name} key={_KEY} value={host}/{store.port}", "put_result")
         ask("barrier_in", "barrier_out")
-        told = ask(f"get kvsname={name} key={_KEY}", "get_result")["value"]
-        # A rank that has said init and ends without finalize counts as failed.
+        endpoint = ask(f"get kvsname={name} key={_KEY}", "get_result")["value"]
+        # A rank that exits after init without finalize counts as failed.
         ask("finalize", "finalize_ack")
-    found, _, number = told.rpartition("/")
-    return store or _tcp(found, int(number), world, timeout)
+    host_name, _, number = endpoint.rpartition("/")
+    return store or _connect_store(host_name, int(number), world, timeout)
 
 
 def _ask_pmi(stream: IO[bytes], request: str, expected: str) -> Mapping[str, str]:
-    """The words of the launcher's answer.
+    """Send a request, and return the words of the launcher's answer.
 
     Raises:
-        UnreachableError: it does not answer as PMI-1 says.
+        UnreachableError: the answer does not follow PMI-1.
     """
     try:
         stream.write(f"cmd={request}\n".encode())
@@ -98,65 +104,68 @@ def _ask_pmi(stream: IO[bytes], request: str, expected: str) -> Mapping[str, str
         raise UnreachableError(f"mpirun does not answer on PMI_FD: {error}") from error
     words = dict(word.partition("=")[::2] for word in line.split() if "=" in word)
     if words.get("cmd") != expected or words.get("rc", "0") != "0":
-        asked = request.partition(" ")[0]
-        raise UnreachableError(f"mpirun answered {line!r} to {asked!r} over PMI")
+        command = request.partition(" ")[0]
+        raise UnreachableError(f"mpirun answered {line!r} to {command!r} over PMI")
     return words
 
 
-def _file_of(world: BenchWorld) -> Path:
-    """A path of this user's alone, so that nobody else can send the ranks astray."""
-    given = Path(world.rendezvous or "")
-    if given.is_absolute():
-        return given
+def _rendezvous_file(world: BenchWorld) -> Path:
+    """Return a path that no other user can write, so that nobody can redirect the ranks."""
+    name = Path(world.rendezvous or "")
+    if name.is_absolute():
+        return name
     directory = Path(tempfile.gettempdir()) / f"flagscale-bench-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
     if directory.stat().st_uid != os.getuid():
         raise UnreachableError(f"{directory} belongs to another user")
-    return directory / given
+    return directory / name
 
 
-def _by_file(world: BenchWorld, path: Path, host: str, port: int, timeout: timedelta) -> Store:
-    meeting = FileStore(str(path))
+def _rendezvous_by_file(
+    world: BenchWorld, path: Path, host: str, port: int, timeout: timedelta
+) -> Store:
+    file_store = FileStore(str(path))
     if world.rank == 0:
-        store = _tcp(host, port, world, timeout)
-        meeting.set(_KEY, str(store.port))
+        store = _connect_store(host, port, world, timeout)
+        file_store.set(_KEY, str(store.port))
         return store
     try:
-        meeting.wait([_KEY], timeout)
+        file_store.wait([_KEY], timeout)
     except RuntimeError as error:
         raise UnreachableError(f"rank {world.rank} waited for rank 0 in vain") from error
-    return _tcp(host, int(meeting.get(_KEY)), world, timeout)
+    return _connect_store(host, int(file_store.get(_KEY)), world, timeout)
 
 
-def join(store: Store, world: BenchWorld, backend: str, **more: Any) -> None:
-    """Make the default group of ``world``; ``more`` as ``init_process_group`` takes it."""
+def init_default_group(store: Store, world: BenchWorld, backend: str, **more: Any) -> None:
+    """Create the default group of ``world``; ``more`` are arguments of ``init_process_group``."""
     more |= {"rank": world.rank, "world_size": world.size}
     dist.init_process_group(backend, store=store, **more)
 
 
-def together(store: Store, world: BenchWorld, name: str, timeout: timedelta) -> None:
-    """All ranks are here. Through the store: a collective would warm what is to be measured."""
+def barrier(store: Store, world: BenchWorld, name: str, timeout: timedelta) -> None:
+    """Wait for all ranks through the store. A collective would warm up what is measured."""
     if store.add(f"here/{name}", 1) == world.size:
         store.set(f"all/{name}", "1")
     store.wait([f"all/{name}"], timeout)
 
 
-def clean_up(world: BenchWorld) -> None:
-    """Remove what the rendezvous left on disk. Call on rank 0 once all ranks have met."""
+def remove_files(world: BenchWorld) -> None:
+    """Remove the files of the rendezvous. Call on rank 0 once all ranks have met."""
     if world.rank == 0 and world.rendezvous:
-        file = _file_of(world)
+        file = _rendezvous_file(world)
         file.unlink(missing_ok=True)
         if world.launcher == "local":
-            # Made for this rendezvous alone, by a process that may be killed before it removes it.
+            # The process that created this directory may be killed before it removes it.
             with suppress(OSError):
                 file.parent.rmdir()
 
 
-def exit_store(store: Store, world: BenchWorld, seconds: float) -> None:
-    """Leave a store that all ranks of ``world`` have met at; rank 0, whose store it is, goes last,
-    or after ``seconds``."""
+def leave_store(store: Store, world: BenchWorld, seconds: float) -> None:
+    """Leave a store after all ranks of ``world`` have met. Rank 0 owns it and leaves last, or
+    after ``seconds``.
+    """
     if world.rank:
-        # It may be gone before its answer has come: that it heard this rank is all that counts.
+        # The store may close before it answers; it has received this rank's message anyway.
         with suppress(dist.DistError, RuntimeError):
             store.add(_LEFT, 1)
         return

@@ -1,1 +1,3 @@
-"""Machines: what a host is, how one is reached, and what it answers. Knows no run and no plan."""
+"""Hosts: hostfiles, connections to hosts, and the facts that are read from them. Independent of
+runs and plans.
+"""

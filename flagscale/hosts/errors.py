@@ -1,7 +1,8 @@
-"""What can go wrong between this machine and a host, one class a cause.
+"""Errors between this machine and a host, one class per cause.
 
-All are :class:`~flagscale.errors.UnreachableError` (exit code 3). ``summary`` is the same words
-for every host with the same trouble, so that a table can fold them; the message has the details.
+All are :class:`~flagscale.errors.UnreachableError` (exit code 3). ``summary`` is the same text
+for every host with the same problem, so that a table can group hosts by it. The message has the
+details.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from flagscale.errors import UnreachableError
 
 
 class HostError(UnreachableError):
-    """A host could not be reached, or did not do what it was asked to."""
+    """A host could not be reached, or a request to it failed."""
 
     summary: ClassVar[str] = "unreachable"
-    #: Whether trying again in a moment may help: the host was busy, not wrong.
+    #: True if the host was busy, so that another attempt in a moment may succeed.
     retryable: ClassVar[bool] = False
 
     def __init_subclass__(cls, *, summary: str = "", retryable: bool = False) -> None:
@@ -23,20 +24,20 @@ class HostError(UnreachableError):
         cls.summary = summary or cls.summary
         cls.retryable = retryable or cls.retryable
 
-    def __init__(self, host: str, what: str, *, hint: str | None = None) -> None:
-        super().__init__(f"{host}: {what}", hint=hint)
+    def __init__(self, host: str, message: str, *, hint: str | None = None) -> None:
+        super().__init__(f"{host}: {message}", hint=hint)
 
 
 class NameResolutionError(HostError, summary="host name does not resolve"):
-    """The host's name means nothing to this machine."""
+    """The host's name does not resolve on this machine."""
 
 
 class NoRouteError(HostError, summary="no route to host"):
-    """The network says that there is no such machine, or no way to it."""
+    """The network reports no such machine, or no route to it."""
 
 
 class ConnectionRefusedByHostError(HostError, summary="connection refused"):
-    """The machine is there and nothing listens on the port."""
+    """The machine is reachable, but nothing listens on the port."""
 
 
 class ConnectTimeoutError(HostError, summary="no answer"):
@@ -44,7 +45,9 @@ class ConnectTimeoutError(HostError, summary="no answer"):
 
 
 class GreetingTimeoutError(HostError, summary="sshd does not answer"):
-    """Something accepts connections on the port and says nothing: sshd is stopped or starved."""
+    """The port accepts connections, but sshd sends no greeting: it is stopped or starved of
+    resources.
+    """
 
 
 class ConnectionDroppedError(HostError, summary="sshd drops connections", retryable=True):
@@ -52,15 +55,15 @@ class ConnectionDroppedError(HostError, summary="sshd drops connections", retrya
 
 
 class HandshakeError(HostError, summary="no SSH handshake"):
-    """What listens there is no SSH server, or none that we have an algorithm in common with."""
+    """The peer is not an SSH server, or has no algorithm in common with this client."""
 
 
 class ProxyCommandError(HostError, summary="proxy command failed"):
-    """The user's ProxyCommand did not give us a connection."""
+    """The user's ProxyCommand did not provide a connection."""
 
 
 class HostKeyError(HostError, summary="host key cannot be checked"):
-    """The host's key is not one we can trust."""
+    """The host's key cannot be trusted."""
 
 
 class UnknownHostKeyError(HostKeyError, summary="host key is not known"):
@@ -68,19 +71,21 @@ class UnknownHostKeyError(HostKeyError, summary="host key is not known"):
 
 
 class ChangedHostKeyError(HostKeyError, summary="HOST KEY HAS CHANGED"):
-    """known_hosts has another key of this host."""
+    """known_hosts has a different key for this host."""
 
 
 class RevokedHostKeyError(HostKeyError, summary="HOST KEY IS REVOKED"):
-    """The user has declared this very key void, for it is known to others."""
+    """The user has revoked this key, because others may have it."""
 
 
 class LoginError(HostError, summary="login refused"):
-    """The host accepts none of our keys for this user."""
+    """The host accepts none of the keys for this user."""
 
 
 class LoginBrokenError(HostError, summary="connection closed during the login"):
-    """The connection ended while we logged in, and not because of our keys as far as we know."""
+    """The connection ended during the login, for a reason other than the keys as far as can be
+    detected.
+    """
 
 
 class ConnectionLostError(HostError, summary="connection lost"):
@@ -88,11 +93,11 @@ class ConnectionLostError(HostError, summary="connection lost"):
 
 
 class CommandTimeoutError(HostError, summary="command timed out"):
-    """The host accepted a command and did not finish it in time."""
+    """The host accepted a command that did not finish in time."""
 
 
 class ChannelRefusedError(HostError, summary="session refused"):
-    """The host logged us in and refuses to run a command, or to forward to another host."""
+    """The host accepted the login but refuses to run a command or to forward to another host."""
 
 
 class LoginShellError(HostError, summary="login shell failed"):

@@ -1,8 +1,8 @@
-"""What a host is like: cores, devices, the interface to the master, its clock, old runs.
+"""Facts about a host: cores, devices, interface to the master, clock, and runs that are alive.
 
-Asked of every host before a run is planned, so it is bash without a process more than needed.
-Where a preflight is wanted, the same program looks at where the run will write and what it needs,
-and tells what the host's Python is like, see :mod:`.python_world`.
+They are read from every host before a run is planned, so the program is bash that starts as few
+processes as possible. For a preflight the same program also checks output paths and required
+paths, and reports the host's Python environment, see :mod:`.python_environment`.
 """
 
 from __future__ import annotations
@@ -15,36 +15,48 @@ from typing import Any
 
 from flagscale import checkpoints
 from flagscale.accelerators import probes
-from flagscale.hosts import probe
-from flagscale.hosts import python_world as world
-from flagscale.hosts.executor import Executor
-from flagscale.hosts.program import PROGRAMS, Answer, Value, program, source
-from flagscale.hosts.program import ask as ask_host
-from flagscale.hosts.python_world import World
+from flagscale.hosts import probe, python_environment
+from flagscale.hosts.connection import HostConnection
+from flagscale.hosts.program import (
+    PROGRAMS,
+    ProgramOutput,
+    ShellValue,
+    build_program,
+    read_source,
+    run_program,
+)
+from flagscale.hosts.python_environment import PythonEnvironment
 from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
 NOT_WRITABLE = "not writable"
 NOT_A_DIRECTORY = "not a directory"
-_SECONDS = 60.0
+_TIMEOUT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class PathState:
-    """What is where a run will write on a host: ``existing`` is there already, ``unfit`` says why
-    ``user`` can't write there. ``free``: bytes, where the host can tell."""
+    """State of a path that a run will write on a host.
+
+    ``existing`` is its nearest directory that exists. ``problem`` is the reason why ``user`` cannot
+    write there, or empty. ``free_bytes`` is the free space in bytes, None where the host cannot
+    report it.
+    """
 
     existing: str
-    unfit: str = ""
+    problem: str = ""
     user: str = ""
-    free: int | None = None
+    free_bytes: int | None = None
 
 
 @dataclass(frozen=True)
-class ModuleQuestion:
-    """What a ``module`` of this project, run on the host by its own Python with ``words``, is to
-    answer: one line of JSON, kept under ``name``. ``environment``: the variables of the ranks, as
-    :func:`flagscale.config.interpolation.parts` takes them apart, since what refers to the host's
-    own is put together there."""
+class ModuleQuery:
+    """Request to run a module of this project on a host, with the host's own Python.
+
+    The module gets the arguments ``words`` and prints one line of JSON, which is returned under
+    ``name``. ``environment`` holds the variables of the ranks in the form of
+    :func:`flagscale.config.interpolation.split_references`, because references to the host's own
+    variables are resolved there.
+    """
 
     name: str
     module: str
@@ -54,29 +66,35 @@ class ModuleQuestion:
 
 
 @dataclass(frozen=True)
-class Need:
-    """What a preflight asks beyond that: the directories of this project and of the experiment
-    there, ``paths`` that must exist, others that will be ``written``, the directory to ``load`` a
-    checkpoint from, whether code is ``compared``, what modules of the project are ``asked`` there
-    (``asked_of_checkpoints``: where ``load`` holds any), and whether its Python is asked although
-    nothing ``fresh`` happened to it."""
+class PreflightQuery:
+    """Additional checks of a preflight on one host.
+
+    ``project`` and ``exp_dir`` are the directories of this project and of the experiment there.
+    ``required_paths`` must exist; ``output_paths`` are further paths that the run writes;
+    ``load_dir`` is the directory to load a checkpoint from. ``compare_code`` requests a digest of
+    the code. ``module_queries`` run there in any case, ``checkpoint_queries`` only if ``load_dir``
+    contains a checkpoint. ``ignore_cache`` ignores the cached Python environment.
+    """
 
     project: str
     exp_dir: str
-    paths: Sequence[str] = ()
-    written: Sequence[str] = ()
-    load: str = ""
-    compared: bool = False
-    asked: Sequence[ModuleQuestion] = ()
-    asked_of_checkpoints: Sequence[ModuleQuestion] = ()
-    fresh: bool = False
+    required_paths: Sequence[str] = ()
+    output_paths: Sequence[str] = ()
+    load_dir: str = ""
+    compare_code: bool = False
+    module_queries: Sequence[ModuleQuery] = ()
+    checkpoint_queries: Sequence[ModuleQuery] = ()
+    ignore_cache: bool = False
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is asked of one host. ``port``: None for no port, 0 for any free one. ``agents_port``:
-    the port at which agents meet, where it is to be free as well; None for one beside ``port``
-    where that is any, and for none where it is not."""
+class HostQuery:
+    """Parameters of the program that reads one host's facts.
+
+    ``port`` is the master port: None for no port, 0 for any free one. ``agents_port`` is the
+    rendezvous port of the agents, if it must be free as well. If it is None and ``port`` is 0,
+    the port after the chosen one must be free.
+    """
 
     master: str
     log_root: str
@@ -84,132 +102,159 @@ class Question:
     setup: str = ""
     port: int | None = None
     agents_port: int | None = None
-    need: Need | None = None
+    preflight: PreflightQuery | None = None
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a host answered."""
+class HostFacts:
+    """Facts that one host reported."""
 
     cpus: int | None
     devices: Mapping[str, int]
-    """Of each kind of chip that it has, how many."""
+    """Number of chips by kind, without kinds that the host lacks."""
     interface: str | None
     boot_id: str
-    skew: float
-    """Seconds by which its clock is ahead of ours, as little as the answer allows."""
+    clock_offset: float
+    """Clock offset relative to this machine in seconds (positive: the host is ahead). It is the
+    smallest offset that is consistent with the times of request and response.
+    """
     products: Mapping[str, str] = field(default_factory=dict)
-    """What their makers call those, where the host can tell."""
+    """Vendor's product name by kind of chip, where the host can report it."""
     port: int | None = None
     busy_port: int | None = None
     port_holder: str = ""
     alive: str = ""
-    """The id of a run of this directory that is alive there."""
-    python: World | None = None
+    """Run id of a run in this log directory that is alive there."""
+    python: PythonEnvironment | None = None
     python_error: str = ""
     address: str = ""
-    loopback: bool = False
-    """Whether the master's address means this very host there."""
-    project: bool = False
-    """Whether this project is where it should be."""
+    is_master_loopback: bool = False
+    """True if the master's address is a loopback address there, so that it refers to this very
+    host.
+    """
+    has_project: bool = False
+    """True if this project exists at its expected path."""
     missing: tuple[str, ...] = ()
-    """The needed paths that do not exist."""
+    """Required paths that do not exist."""
     exp_dir: PathState | None = None
-    """The experiment's directory."""
-    written: Mapping[str, PathState] = field(default_factory=dict)
-    """The others that will be written, by path."""
+    """State of the experiment's directory."""
+    output_paths: Mapping[str, PathState] = field(default_factory=dict)
+    """State of the further output paths, by path."""
     checkpoints: tuple[str, ...] = ()
-    """The names of the checkpoints, whole or not, where one would be loaded from."""
+    """Names of the checkpoints in the load directory, complete or not."""
 
-    def answer(self, name: str) -> Mapping[str, Any] | None:
-        """What its Python answered to a question; None where it was not asked."""
-        return self.python.answers.get(name) if self.python else None
+    def module_reply(self, name: str) -> Mapping[str, Any] | None:
+        """Return the reply of a module, by the query's name; None if it was not run."""
+        return self.python.module_replies.get(name) if self.python else None
 
 
-def ask(executor: Executor, question: Question) -> Facts:
-    """Ask one host."""
+def read_host_facts(connection: HostConnection, query: HostQuery) -> HostFacts:
+    """Read the facts of one host. Raises :class:`~.errors.HostError`."""
     before = time.time()
-    answer = ask_host(executor, text(question), _SECONDS)
-    found = read(answer, question, before, time.time())
-    if question.need is not None and answer.get("kept") and found.python is None:
-        # What was kept there is spoilt in a way that only shows here.
-        return ask(executor, replace(question, need=replace(question.need, fresh=True)))
-    return found
+    output = run_program(connection, build_facts_program(query), _TIMEOUT_SECONDS)
+    facts = parse_facts(output, query, before, time.time())
+    if query.preflight is not None and output.get("cached") and facts.python is None:
+        # The cached environment is corrupt in a way that only shows after parsing.
+        preflight = replace(query.preflight, ignore_cache=True)
+        return read_host_facts(connection, replace(query, preflight=preflight))
+    return facts
 
 
-def text(question: Question) -> str:
-    """The program for one host."""
-    given: dict[str, Value] = {
-        "master": question.master,
-        "port": {None: "", 0: "any"}.get(question.port, str(question.port)),
-        "agents_port": str(question.agents_port or ""),
-        "log_root": question.log_root,
-        "mark": f"{STATUS_DIR_VARIABLE}={question.log_root}/",
-        "id_variable": RUN_ID_VARIABLE,
-        "setup": question.setup,
-        "python": question.python,
+def build_facts_program(query: HostQuery) -> str:
+    """Return the bash program that reads the facts of one host."""
+    variables: dict[str, ShellValue] = {
+        "master": query.master,
+        "port": {None: "", 0: "any"}.get(query.port, str(query.port)),
+        "agents_port": str(query.agents_port or ""),
+        "log_root": query.log_root,
+        "status_dir_prefix": f"{STATUS_DIR_VARIABLE}={query.log_root}/",
+        "run_id_variable": RUN_ID_VARIABLE,
+        "setup": query.setup,
+        "python": query.python,
         "not_writable": NOT_WRITABLE,
         "not_a_directory": NOT_A_DIRECTORY,
         "checkpoint_name": checkpoints.NAME,
         "tracker": checkpoints.TRACKER,
-        "looks": probes.looks(),
+        "device_probes": probes.count_scripts(),
     }
-    need, more = question.need, list[str]()
-    if need is not None:
-        given |= {"thorough": "yes", "project": need.project, "exp_dir": need.exp_dir}
-        given |= {"load": need.load, "needed": need.paths, "written": need.written}
-        asked = (need.project, question.python, question.setup)
-        given |= world.given(*asked, compared=need.compared, fresh=need.fresh)
-        given |= {"asked": _as_json(need.asked)}
-        given |= {"asked_of_checkpoints": _as_json(need.asked_of_checkpoints)}
-        more.append(source(PROGRAMS / "python_world.sh"))
-    more.append(source(PROGRAMS / "ports.sh"))
-    return program(PROGRAMS / "facts.sh", given, *more, world.python_function())
-
-
-def _as_json(questions: Sequence[ModuleQuestion]) -> list[str]:
-    return [json.dumps(vars(question)) for question in questions]
-
-
-def read(answer: Answer, question: Question, before: float, after: float) -> Facts:
-    """The facts in an answer to a question that was asked between these two moments."""
-    clock = answer.get("clock").replace(",", ".")
-    theirs = float(clock) if clock else before
-    skew = theirs - before if theirs < before else max(0.0, theirs - after)
-    paths, written = (question.need.paths, question.need.written) if question.need else ((), ())
-    states = {path: _path_state(answer, f"_{number}") for number, path in enumerate(written)}
-    return Facts(
-        cpus=answer.number("cpus") or None,
-        devices={kind: n for kind in probes.looks() if (n := answer.number(f"count_{kind}"))},
-        interface=answer.get("interface") or None,
-        boot_id=answer.get("boot_id"),
-        skew=skew,
-        products={k: name for k in probes.looks() if (name := answer.get(f"product_{k}"))},
-        port=answer.number("port"),
-        busy_port=answer.number("busy_port"),
-        port_holder=answer.get("port_holder"),
-        alive=answer.get("alive"),
-        python=world.read(answer.get("python")),
-        python_error=answer.get("python_error"),
-        address=answer.get("address"),
-        loopback=answer.get("loopback") == "yes",
-        project=answer.get("project") == "yes",
-        missing=tuple(paths[int(number)] for number in answer.get("absent").split()),
-        exp_dir=_path_state(answer),
-        written={path: state for path, state in states.items() if state is not None},
-        checkpoints=tuple(answer.get("checkpoints").split()),
+    preflight, fragments = query.preflight, list[str]()
+    if preflight is not None:
+        variables |= {
+            "preflight": "yes",
+            "project": preflight.project,
+            "exp_dir": preflight.exp_dir,
+            "load_dir": preflight.load_dir,
+            "required_paths": preflight.required_paths,
+            "output_paths": preflight.output_paths,
+            "module_queries": _as_json(preflight.module_queries),
+            "checkpoint_queries": _as_json(preflight.checkpoint_queries),
+        }
+        variables |= python_environment.shell_variables(
+            preflight.project,
+            query.python,
+            query.setup,
+            compare_code=preflight.compare_code,
+            ignore_cache=preflight.ignore_cache,
+        )
+        fragments.append(read_source(PROGRAMS / "python_environment.sh"))
+    fragments.append(read_source(PROGRAMS / "ports.sh"))
+    return build_program(
+        PROGRAMS / "facts.sh", variables, *fragments, python_environment.python_function()
     )
 
 
-def _path_state(answer: Answer, suffix: str = "") -> PathState | None:
-    existing = answer.get(f"existing{suffix}")
+def _as_json(queries: Sequence[ModuleQuery]) -> list[str]:
+    return [json.dumps(vars(query)) for query in queries]
+
+
+def parse_facts(output: ProgramOutput, query: HostQuery, before: float, after: float) -> HostFacts:
+    """Parse the output of the program, which ran between the local times ``before`` and ``after``
+    (seconds since the epoch).
+    """
+    clock = output.get("clock").replace(",", ".")
+    host_time = float(clock) if clock else before
+    offset = host_time - before if host_time < before else max(0.0, host_time - after)
+    required_paths = query.preflight.required_paths if query.preflight else ()
+    output_paths = query.preflight.output_paths if query.preflight else ()
+    states = {
+        path: _parse_path_state(output, f"_{number}") for number, path in enumerate(output_paths)
+    }
+    return HostFacts(
+        cpus=output.number("cpus") or None,
+        devices={
+            kind: n for kind in probes.count_scripts() if (n := output.number(f"count_{kind}"))
+        },
+        interface=output.get("interface") or None,
+        boot_id=output.get("boot_id"),
+        clock_offset=offset,
+        products={k: name for k in probes.count_scripts() if (name := output.get(f"product_{k}"))},
+        port=output.number("port"),
+        busy_port=output.number("busy_port"),
+        port_holder=output.get("port_holder"),
+        alive=output.get("alive"),
+        python=python_environment.parse_environment(output.get("python")),
+        python_error=output.get("python_error"),
+        address=output.get("address"),
+        is_master_loopback=output.get("loopback") == "yes",
+        has_project=output.get("project") == "yes",
+        missing=tuple(required_paths[int(number)] for number in output.get("missing").split()),
+        exp_dir=_parse_path_state(output),
+        output_paths={path: state for path, state in states.items() if state is not None},
+        checkpoints=tuple(output.get("checkpoints").split()),
+    )
+
+
+def _parse_path_state(output: ProgramOutput, suffix: str = "") -> PathState | None:
+    existing = output.get(f"existing{suffix}")
     if not existing:
         return None
-    unfit, user = answer.get(f"unfit{suffix}"), answer.get("user")
-    return PathState(existing, unfit, user, answer.number(f"free{suffix}"))
+    problem, user = output.get(f"problem{suffix}"), output.get("user")
+    return PathState(existing, problem, user, output.number(f"free{suffix}"))
 
 
-def packages_of(facts: Sequence[Facts]) -> list[str]:
-    """The packages that any of the hosts has, in the order of :data:`.probe.PACKAGES`."""
-    there = {name for one in facts if one.python for name in one.python.packages}
-    return [name for name in probe.PACKAGES if name in there]
+def list_installed_packages(facts: Sequence[HostFacts]) -> list[str]:
+    """Return the packages that any of the hosts has installed, in the order of
+    :data:`.probe.PACKAGES`.
+    """
+    installed = {name for host in facts if host.python for name in host.python.packages}
+    return [name for name in probe.PACKAGES if name in installed]

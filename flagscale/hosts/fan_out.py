@@ -1,8 +1,8 @@
-"""One action on many hosts at once.
+"""Run one action on many hosts in parallel.
 
-Threads, not processes: a connection costs this machine a few milliseconds of CPU, so what counts
-is that no host waits for another. The pool is bounded; all failures are collected, because a user
-with three broken hosts out of sixty-four wants to know of all three.
+Threads suffice: a connection costs this machine a few milliseconds of CPU, so the aim is only
+that no host waits for another. The pool is bounded. All failures are collected, so that a user
+with three broken hosts out of 64 sees all three at once.
 """
 
 from __future__ import annotations
@@ -12,26 +12,36 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flagscale.errors import ConfigError, FlagscaleError, UnreachableError
-from flagscale.hosts.executor import EXECUTORS, Closing, Endpoint, Executor, Opener
-from flagscale.hosts.names import compress
+from flagscale.hosts.connection import (
+    CONNECTION_FACTORIES,
+    Closeable,
+    ConnectionFactory,
+    Endpoint,
+    HostConnection,
+)
+from flagscale.hosts.names import compress_names
 
 T = TypeVar("T")
 
-#: Hosts that are reached at the same time. More gain nothing: one core serves this many.
-LIMIT = 48
+#: Hosts that are reached at the same time. A higher limit gains nothing: one core serves this
+# many.
+MAX_PARALLEL_HOSTS = 48
 
 
-class Hosts(Closing):
-    """Hosts by number, reached when they are first asked. What reaches them stays open from one
-    action to the next. A context manager: leaving it closes that, and no more."""
+class Hosts(Closeable):
+    """Pool of connections to the hosts of a run, by index.
+
+    A host is reached at its first action, and its connection is reused by later ones. As a context
+    manager it closes the connections, not the programs on the hosts.
+    """
 
     def __init__(
         self, endpoints: Sequence[Endpoint], settings: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """``settings``: of each way to reach hosts, such as ``{"ssh": {"config": path}}``."""
+        """``settings``: options per kind of connection, such as ``{"ssh": {"config": path}}``."""
         self.endpoints = tuple(endpoints)
         self._settings = settings
-        self._openers: dict[str, Opener] = {}
+        self._factories: dict[str, ConnectionFactory] = {}
         self._lock = threading.Lock()
 
     @property
@@ -39,63 +49,70 @@ class Hosts(Closing):
         return [endpoint.name for endpoint in self.endpoints]
 
     def close(self) -> None:
-        for one in self._openers.values():
-            one.close()
+        for factory in self._factories.values():
+            factory.close()
 
     def each(
-        self, action: Callable[[int, Executor], T], numbers: Sequence[int] | None = None
+        self, action: Callable[[int, HostConnection], T], numbers: Sequence[int] | None = None
     ) -> tuple[dict[int, T], dict[int, FlagscaleError]]:
-        """Do ``action`` on every host, given with its number, or on those of ``numbers``; by number
-        what it returned, and the errors of hosts on which it failed or which could not be reached,
-        in their order.
+        """Run ``action(index, connection)`` on all hosts, or on the hosts ``numbers``.
 
-        It is done once a host: only reaching it is tried again. An exception that is no
-        :class:`FlagscaleError` is a bug, ends the whole action and is raised. On Ctrl-C everything
-        that is held open is closed, and KeyboardInterrupt goes on.
+        Returns the results by host index, and the errors by host index of hosts that could not
+        be reached or on which the action failed. Each action runs once; only connecting is
+        retried. An exception that is no :class:`FlagscaleError` is a bug: it ends the whole
+        action and is raised. On Ctrl-C all connections are closed and KeyboardInterrupt is
+        raised.
         """
-        chosen = range(len(self.endpoints)) if numbers is None else numbers
+        indices = range(len(self.endpoints)) if numbers is None else numbers
 
-        def visit(number: int) -> T | FlagscaleError:
+        def run_on_host(number: int) -> T | FlagscaleError:
             try:
-                return action(number, self._reach(self.endpoints[number]))
+                return action(number, self._connect(self.endpoints[number]))
             except FlagscaleError as error:
                 return error
 
-        if len(chosen) == 1 and self.endpoints[chosen[0]].via == "local":
-            # A thread costs more than the whole visit.
-            outcomes = [visit(chosen[0])]
+        if len(indices) == 1 and self.endpoints[indices[0]].via == "local":
+            # A thread costs more than the whole action.
+            outcomes = [run_on_host(indices[0])]
         else:
-            outcomes = self._side_by_side(visit, chosen) if chosen else []
-        found = dict(zip(chosen, outcomes, strict=True))
-        values = {n: one for n, one in found.items() if not isinstance(one, FlagscaleError)}
-        return values, {n: one for n, one in found.items() if isinstance(one, FlagscaleError)}
+            outcomes = self._run_in_threads(run_on_host, indices) if indices else []
+        results: dict[int, T] = {}
+        errors: dict[int, FlagscaleError] = {}
+        for index, outcome in zip(indices, outcomes, strict=True):
+            if isinstance(outcome, FlagscaleError):
+                errors[index] = outcome
+            else:
+                results[index] = outcome
+        return results, errors
 
-    def _side_by_side(self, visit: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
+    def _run_in_threads(self, run_on_host: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
         from concurrent.futures import ThreadPoolExecutor, as_completed
 
-        pool = ThreadPoolExecutor(min(LIMIT, len(numbers)), thread_name_prefix="fan-out")
+        pool = ThreadPoolExecutor(
+            min(MAX_PARALLEL_HOSTS, len(numbers)), thread_name_prefix="fan-out"
+        )
         try:
-            futures = [pool.submit(visit, number) for number in numbers]
+            futures = [pool.submit(run_on_host, number) for number in numbers]
             for future in as_completed(futures):
                 future.result()
         except BaseException:
-            self.close()  # wakes the threads that wait for a host
+            self.close()  # wakes up the threads that wait for a host
             pool.shutdown(wait=True, cancel_futures=True)
             raise
         pool.shutdown(wait=True)
         return [future.result() for future in futures]
 
-    def _reach(self, endpoint: Endpoint) -> Executor:
+    def _connect(self, endpoint: Endpoint) -> HostConnection:
         with self._lock:
-            if endpoint.via not in self._openers:
+            if endpoint.via not in self._factories:
                 settings = self._settings.get(endpoint.via, {})
-                self._openers[endpoint.via] = EXECUTORS.load(endpoint.via)(settings)
-            chosen = self._openers[endpoint.via]
-        return chosen.open(endpoint)
+                self._factories[endpoint.via] = CONNECTION_FACTORIES.load(endpoint.via)(settings)
+            factory = self._factories[endpoint.via]
+        return factory.open(endpoint)
 
 
-def describe(errors: Mapping[int, FlagscaleError], names: Sequence[str]) -> str:
-    """Errors of hosts, a line for those with the same trouble, with the first one's own words."""
+def format_host_errors(errors: Mapping[int, FlagscaleError], names: Sequence[str]) -> str:
+    """Format errors of hosts, one line per distinct problem, with the message of the first host."""
     groups: dict[str, list[int]] = {}
     for number, error in errors.items():
         groups.setdefault(str(getattr(error, "summary", type(error).__name__)), []).append(number)
@@ -104,19 +121,25 @@ def describe(errors: Mapping[int, FlagscaleError], names: Sequence[str]) -> str:
         first = errors[numbers[0]]
         text = first.message
         if len(numbers) > 1:
-            shown = compress(names[number] for number in numbers)
-            text = f"{shown}: {getattr(first, 'summary', 'failed')}"
+            host_names = compress_names(names[number] for number in numbers)
+            text = f"{host_names}: {getattr(first, 'summary', 'failed')}"
             text += f"; for example: {first.message}"
         lines.append(text + (f"\n  hint: {first.hint}" if first.hint else ""))
     return "\n".join(lines)
 
 
-def require_all(errors: Mapping[int, FlagscaleError], names: Sequence[str], what: str) -> None:
-    """Raise naming every host that failed, where any did: :class:`UnreachableError` if one could
-    not be reached, else :class:`ConfigError`."""
+def raise_host_errors(
+    errors: Mapping[int, FlagscaleError], names: Sequence[str], summary: str
+) -> None:
+    """Raise an error that names every failed host, if there is any.
+
+    Raises:
+        UnreachableError: at least one host could not be reached.
+        ConfigError: all failures have another cause.
+    """
     if not errors:
         return
-    text = f"{what}: {len(errors)} of {len(names)} host(s)\n{describe(errors, names)}"
+    text = f"{summary}: {len(errors)} of {len(names)} host(s)\n{format_host_errors(errors, names)}"
     if any(isinstance(error, UnreachableError) for error in errors.values()):
         raise UnreachableError(text)
     raise ConfigError(text)

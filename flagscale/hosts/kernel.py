@@ -1,4 +1,4 @@
-"""What an agent asks of the kernel, beyond Python's library."""
+"""Linux kernel interfaces of the agent that Python's standard library lacks."""
 
 from __future__ import annotations
 
@@ -14,31 +14,37 @@ PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _prctl(option: int, value: int) -> None:
+def _call_prctl(option: int, value: int) -> None:
     if _libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
 
 def become_subreaper() -> None:
-    """Orphans among this process's descendants come to it, not to process 1."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    """Make this process the parent of orphans among its descendants, in place of process 1."""
+    _call_prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with(parent_pid: int, number: signal.Signals) -> Callable[[], None]:
-    """What a child calls before exec so that the kernel sends it ``number`` when its parent ends.
-    The parent may have ended before the request: then the child ends at once."""
+def signal_on_parent_death(parent_pid: int, number: signal.Signals) -> Callable[[], None]:
+    """Return a ``preexec_fn`` that makes the kernel send signal ``number`` to the child when its
+    parent ends.
 
-    def arrange() -> None:
-        _prctl(PR_SET_PDEATHSIG, number)
+    If the parent ended before the request, the child sends the signal to itself.
+    """
+
+    def set_death_signal() -> None:
+        _call_prctl(PR_SET_PDEATHSIG, number)
         if os.getppid() != parent_pid:
             os.kill(os.getpid(), number)
 
-    return arrange
+    return set_death_signal
 
 
-def out_of_memory_kills(before: int | None = 0) -> int | None:
-    """How many processes of this control group the kernel has killed for memory, since there were
-    so many ``before``; None if it does not say. Version 2 first, then version 1."""
+def count_oom_kills(before: int | None = 0) -> int | None:
+    """Return the number of processes of this control group that the OOM killer has killed.
+
+    ``before`` is an earlier count, which is subtracted. Returns None if the kernel does not
+    report the count. Reads cgroup v2, then v1.
+    """
     for name in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         try:
             lines = Path(name).read_text(encoding="ascii").splitlines()
@@ -52,18 +58,18 @@ def out_of_memory_kills(before: int | None = 0) -> int | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by SIGSTOP or a debugger."""
-    state = _status(pid).get("State", "")
+    """Return True if a process is stopped, by SIGSTOP or a debugger."""
+    state = _read_status(pid).get("State", "")
     return state[:1] in ("T", "t")
 
 
-def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal, which would end it otherwise."""
-    caught = _status(pid).get("SigCgt", "0")
-    return bool(int(caught, 16) >> (number - 1) & 1)
+def catches_signal(pid: int, number: signal.Signals) -> bool:
+    """Return True if a process has a handler for a signal that would end it otherwise."""
+    caught_mask = _read_status(pid).get("SigCgt", "0")
+    return bool(int(caught_mask, 16) >> (number - 1) & 1)
 
 
-def _status(pid: int) -> dict[str, str]:
+def _read_status(pid: int) -> dict[str, str]:
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""This machine as a host: programs are processes of ours, run by the same bash as elsewhere."""
+"""Connection to this machine: programs are child processes, run with the same bash as elsewhere."""
 
 from __future__ import annotations
 
@@ -10,46 +10,51 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
+from flagscale.hosts.connection import CommandResult, Endpoint, OutputCallback
 from flagscale.hosts.errors import CommandTimeoutError, HostError
-from flagscale.hosts.executor import Endpoint, OnOutput, Result
-from flagscale.hosts.kernel import die_with
+from flagscale.hosts.kernel import signal_on_parent_death
 from flagscale.status import RUN_VARIABLES
 
 _CHUNK = 1 << 16
-# As on a host behind SSH: a whole script is read before its first command runs, nothing of it
-# shows in a process table, and its own stdin is empty.
-_READ = 'LC_ALL=C read -r -N "$1" script; shift; eval "$script" </dev/null'
+# As on a host behind SSH: the whole script is read before its first command runs, it is not
+# visible in any process table, and its own stdin is empty.
+_READ_SCRIPT = 'LC_ALL=C read -r -N "$1" script; shift; eval "$script" </dev/null'
 
 
-class LocalOpener:
-    """Reaches this machine; an :class:`~flagscale.hosts.executor.Opener`."""
+class LocalConnectionFactory:
+    """Factory of connections to this machine; a
+    :class:`~flagscale.hosts.connection.ConnectionFactory`.
+    """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """There is nothing to set."""
+        """``settings`` is ignored: this kind of connection has none."""
 
-    def open(self, endpoint: Endpoint) -> LocalExecutor:
-        return LocalExecutor(endpoint.name)
+    def open(self, endpoint: Endpoint) -> LocalConnection:
+        return LocalConnection(endpoint.name)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no resource is shared."""
 
 
-class LocalExecutor:
-    """Runs programs on this machine; an :class:`~flagscale.hosts.executor.Executor`."""
+class LocalConnection:
+    """Runs programs on this machine; a :class:`~flagscale.hosts.connection.HostConnection`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def run_script(self, script: str, *, timeout: float | None = 60) -> Result:
-        argv, data = _read_by_bash(script)
-        return _Exchange(self._start(argv), timeout).run(data)
+    def run_script(self, script: str, *, timeout: float | None = 60) -> CommandResult:
+        argv, data = _bash_command(script)
+        return _ProcessIO(self._start(argv), timeout).run(data)
 
-    def run_tied(self, script: str) -> tuple[Result, subprocess.Popen[bytes]]:
-        """Run a script that ends by ``exec``, so that what it becomes is a child of this process:
-        TERM comes to it when this process ends. The result is what it said before that."""
-        argv, data = _read_by_bash(script)
+    def run_tied(self, script: str) -> tuple[CommandResult, subprocess.Popen[bytes]]:
+        """Run a script that ends with ``exec``, and return the process that it becomes.
+
+        That process is a child of this one and gets SIGTERM when this process ends. The result
+        holds the script's output before ``exec``.
+        """
+        argv, data = _bash_command(script)
         process = self._start(argv, tied=True)
-        return _Exchange(process, None, stays=True).run(data), process
+        return _ProcessIO(process, None, may_outlive_output=True).run(data), process
 
     def run(
         self,
@@ -57,13 +62,13 @@ class LocalExecutor:
         *,
         stdin: bytes = b"",
         timeout: float | None = 60,
-        on_stdout: OnOutput | None = None,
-        on_stderr: OnOutput | None = None,
-    ) -> Result:
-        return _Exchange(self._start(argv), timeout, on_stdout, on_stderr).run(stdin)
+        on_stdout: OutputCallback | None = None,
+        on_stderr: OutputCallback | None = None,
+    ) -> CommandResult:
+        return _ProcessIO(self._start(argv), timeout, on_stdout, on_stderr).run(stdin)
 
     def _start(self, argv: Sequence[str], *, tied: bool = False) -> subprocess.Popen[bytes]:
-        # A launcher that is itself part of a run must not pass for its programs.
+        # A launcher that runs inside a run must not pass its identity on to other runs.
         environment = {k: v for k, v in os.environ.items() if k not in RUN_VARIABLES}
         try:
             return subprocess.Popen(
@@ -72,87 +77,96 @@ class LocalExecutor:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=environment,
-                # A terminal's Ctrl-C is for the launcher, which knows what to do about it.
+                # Ctrl-C in a terminal must reach the launcher alone, which handles it.
                 start_new_session=True,
-                preexec_fn=die_with(os.getpid(), signal.SIGTERM) if tied else None,  # noqa: PLW1509
+                preexec_fn=signal_on_parent_death(os.getpid(), signal.SIGTERM) if tied else None,  # noqa: PLW1509
             )
         except OSError as error:
-            what = f"{argv[0]} cannot be started: {error.strerror}"
-            raise HostError(self.name, what, hint=f"is {argv[0]} on PATH?") from None
+            message = f"{argv[0]} cannot be started: {error.strerror}"
+            raise HostError(self.name, message, hint=f"is {argv[0]} on PATH?") from None
 
 
-def _read_by_bash(script: str) -> tuple[list[str], bytes]:
-    """The command that runs a script, and what it is to read."""
+def _bash_command(script: str) -> tuple[list[str], bytes]:
+    """Return the command that runs a script, and the data for its stdin."""
     if "\0" in script:
         raise ValueError("a script cannot contain NUL")
     data = script.encode("utf-8", "surrogateescape")
-    return ["bash", "--norc", "-c", _READ, "flagscale", str(len(data))], data
+    return ["bash", "--norc", "-c", _READ_SCRIPT, "flagscale", str(len(data))], data
 
 
-class _Exchange:
-    """One process's input, output and end. ``stays``: it may live on once its output has ended."""
+class _ProcessIO:
+    """Input, output and exit of one process. It may outlive its output."""
 
     def __init__(
         self,
         process: subprocess.Popen[bytes],
         timeout: float | None,
-        on_stdout: OnOutput | None = None,
-        on_stderr: OnOutput | None = None,
+        on_stdout: OutputCallback | None = None,
+        on_stderr: OutputCallback | None = None,
         *,
-        stays: bool = False,
+        may_outlive_output: bool = False,
     ) -> None:
         self._process = process
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._output = (bytearray(), bytearray())
-        self._hand_on = (on_stdout or self._output[0].extend, on_stderr or self._output[1].extend)
-        self._stays = stays
+        self._sinks = (on_stdout or self._output[0].extend, on_stderr or self._output[1].extend)
+        self._may_outlive_output = may_outlive_output
 
-    def run(self, stdin: bytes) -> Result:
+    def run(self, stdin: bytes) -> CommandResult:
         process = self._process
         try:
-            self._exchange(stdin)
-            code = (process.poll() or 0) if self._stays else process.wait(self._left())
+            self._transfer(stdin)
+            code = (
+                (process.poll() or 0)
+                if self._may_outlive_output
+                else process.wait(self._remaining_seconds())
+            )
         except subprocess.TimeoutExpired:
-            said = bytes(self._output[1] or self._output[0])[-500:].decode(errors="replace").strip()
-            what = "a program did not end in time" + (f". Its last output: {said}" if said else "")
-            raise CommandTimeoutError("this machine", what) from None
+            last_output = (
+                bytes(self._output[1] or self._output[0])[-500:].decode(errors="replace").strip()
+            )
+            message = "a program did not end in time" + (
+                f". Its last output: {last_output}" if last_output else ""
+            )
+            raise CommandTimeoutError("this machine", message) from None
         finally:
-            if not self._stays and process.poll() is None:
+            if not self._may_outlive_output and process.poll() is None:
                 process.kill()
                 process.wait()
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None and not stream.closed:
                     stream.close()
         status = code if code >= 0 else 128 - code
-        return Result(status, bytes(self._output[0]), bytes(self._output[1]))
+        return CommandResult(status, bytes(self._output[0]), bytes(self._output[1]))
 
-    def _exchange(self, stdin: bytes) -> None:
-        """Give the process its input and hand on its output, until both streams have ended."""
+    def _transfer(self, stdin: bytes) -> None:
+        """Write the process's input and forward its output, until both output streams are
+        closed."""
         process, unsent = self._process, memoryview(stdin)
         with selectors.DefaultSelector() as selector:
             streams = (process.stdout, process.stderr)
-            for stream, hand_on in zip(streams, self._hand_on, strict=True):
-                selector.register(_descriptor(stream), selectors.EVENT_READ, hand_on)
-            feeding = _descriptor(process.stdin)
-            os.set_blocking(feeding, False)
-            selector.register(feeding, selectors.EVENT_WRITE)
+            for stream, sink in zip(streams, self._sinks, strict=True):
+                selector.register(_descriptor(stream), selectors.EVENT_READ, sink)
+            stdin_fd = _descriptor(process.stdin)
+            os.set_blocking(stdin_fd, False)
+            selector.register(stdin_fd, selectors.EVENT_WRITE)
             while selector.get_map():
-                left = self._left()
-                ready = selector.select(left)
-                if not ready and left is not None:
-                    raise subprocess.TimeoutExpired(process.args, left)
+                remaining_seconds = self._remaining_seconds()
+                ready = selector.select(remaining_seconds)
+                if not ready and remaining_seconds is not None:
+                    raise subprocess.TimeoutExpired(process.args, remaining_seconds)
                 for key, _ in ready:
-                    if key.fd == feeding:
-                        unsent = _send(feeding, unsent)
+                    if key.fd == stdin_fd:
+                        unsent = _write_chunk(stdin_fd, unsent)
                         if not unsent and process.stdin is not None:
-                            selector.unregister(feeding)
+                            selector.unregister(stdin_fd)
                             process.stdin.close()
                     elif data := os.read(key.fd, _CHUNK):
                         key.data(data)
                     else:
                         selector.unregister(key.fd)
 
-    def _left(self) -> float | None:
+    def _remaining_seconds(self) -> float | None:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
 
@@ -160,8 +174,11 @@ def _descriptor(stream: IO[bytes] | None) -> int:
     return stream.fileno() if stream is not None else -1
 
 
-def _send(descriptor: int, unsent: memoryview) -> memoryview:
-    """What is left to be sent. A process may end without reading its input: how it ended counts."""
+def _write_chunk(descriptor: int, unsent: memoryview) -> memoryview:
+    """Write a chunk and return the remaining data, empty once the process has closed its stdin.
+
+    A process may end without reading its input. Its exit status counts.
+    """
     try:
         return unsent[os.write(descriptor, unsent[:_CHUNK]) :]
     except BlockingIOError:

@@ -1,7 +1,7 @@
 """Network namespaces of this machine as hosts: ``left slots=1 addr=10.0.0.1 via=netns``.
 
-The name is one that ``ip netns add`` gave. Programs see this machine's files, and the namespace's
-network alone.
+The name is that of ``ip netns add``. Programs share this machine's files but see only the
+namespace's network.
 """
 
 from __future__ import annotations
@@ -11,34 +11,39 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from flagscale.hosts.connection import Endpoint
 from flagscale.hosts.errors import HostError
-from flagscale.hosts.executor import Endpoint
-from flagscale.hosts.local import LocalExecutor, LocalOpener
+from flagscale.hosts.local import LocalConnection, LocalConnectionFactory
 
 NAMESPACES = Path("/run/netns")
 
 
-class NetnsOpener(LocalOpener):
-    """Reaches namespaces; an :class:`~flagscale.hosts.executor.Opener`."""
+class NetnsConnectionFactory(LocalConnectionFactory):
+    """Factory of connections to namespaces; a
+    :class:`~flagscale.hosts.connection.ConnectionFactory`.
+    """
 
-    def open(self, endpoint: Endpoint) -> NetnsExecutor:
-        """The namespace. Raises :class:`~.errors.HostError` where there is none of that name, or
-        this user may not enter it."""
+    def open(self, endpoint: Endpoint) -> NetnsConnection:
+        """Return a connection to a namespace. Raises :class:`~.errors.HostError` if no namespace
+        has this name or this user may not enter it.
+        """
         path = NAMESPACES / endpoint.name
         if not path.exists():
-            what = f"no network namespace of that name in {NAMESPACES}"
-            raise HostError(endpoint.name, what, hint=f"ip netns add {endpoint.name}, as root")
-        host = NetnsExecutor(endpoint.name, path)
-        tried = host.run(["true"])
-        if not tried.ok:
-            said = tried.error_text.strip().removeprefix("nsenter: ") or "nsenter fails"
+            message = f"no network namespace of that name in {NAMESPACES}"
+            raise HostError(endpoint.name, message, hint=f"ip netns add {endpoint.name}, as root")
+        host = NetnsConnection(endpoint.name, path)
+        result = host.run(["true"])
+        if not result.ok:
+            error_text = result.error_text.strip().removeprefix("nsenter: ") or "nsenter fails"
             hint = "entering one takes root's rights" if os.geteuid() else None
-            raise HostError(endpoint.name, f"its network cannot be entered: {said}", hint=hint)
+            raise HostError(
+                endpoint.name, f"its network cannot be entered: {error_text}", hint=hint
+            )
         return host
 
 
-class NetnsExecutor(LocalExecutor):
-    """Runs programs in a namespace; an :class:`~flagscale.hosts.executor.Executor`."""
+class NetnsConnection(LocalConnection):
+    """Runs programs in a namespace; a :class:`~flagscale.hosts.connection.HostConnection`."""
 
     def __init__(self, name: str, path: Path) -> None:
         super().__init__(name)

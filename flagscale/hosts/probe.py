@@ -1,13 +1,14 @@
-"""Looks at a host's Python world: versions of packages, code; and has modules of this project
-answer there. Standard library alone.
+"""Probe of a host's Python environment: package versions, code digests, and replies of project
+modules.
 
-Travels to the host as text and runs there with the host's own Python, whatever its version, so
-it imports nothing of this project and stays with what Python 3.7 understands. The launcher
-imports it too: both sides must take the same digest of the same code. Run without ``site``, which
-takes longer than all the rest. What it answers is kept in a file, see :mod:`.python_world`.
+The source is sent to the host as text and run with the host's own Python, whatever its version.
+So it uses the standard library alone, imports nothing of this project, and is limited to the
+syntax of Python 3.7. The launcher imports it too, because both sides must compute the same
+digest of the same code. It runs without ``site``, which takes longer than everything else. The
+result is cached in a file, see :mod:`.python_environment`.
 """
 
-# Every host pays for what is imported here, and pathlib is not needed.
+# Every host pays for each import here, and pathlib is not needed.
 # ruff: noqa: PTH100, PTH103, PTH105, PTH108, PTH112, PTH113, PTH116, PTH118, PTH120
 # ruff: noqa: PTH122, PTH123, PTH208
 
@@ -31,35 +32,41 @@ PACKAGES = (
     "triton",
     "wandb",
 )
-ANSWER_SECONDS = 50
+MODULE_TIMEOUT_SECONDS = 50
 CODE_ROOTS = ("flagscale", os.path.join("third_party", "Megatron-LM"))
-CODE_ENDINGS = (".py", ".json", ".yaml", ".cpp", ".cu", ".h", ".so")
-_NOT_CODE = ("__pycache__", ".git")
+CODE_SUFFIXES = (".py", ".json", ".yaml", ".cpp", ".cu", ".h", ".so")
+_SKIPPED_DIRECTORIES = ("__pycache__", ".git")
 
 
-class World:
-    """What there is to tell, and what it was made from: ``made`` has a mark for each path that
-    was there, the empty text for one that was not."""
+class EnvironmentScan:
+    """Installed packages, and the paths that this result depends on.
+
+    ``path_states`` maps each path to its state at the time of the probe, or to "" if it was absent.
+    """
 
     def __init__(self) -> None:
         self.packages: dict[str, str] = {}
-        self.made: dict[str, str] = {}
+        self.path_states: dict[str, str] = {}
 
-    def uses(self, path: str) -> bool:
-        """Note that the answer depends on ``path``, before it is looked at; whether it is there."""
+    def depend_on(self, path: str) -> bool:
+        """Record that the result depends on ``path``, before it is read. Return True if it
+        exists."""
         path = os.path.abspath(path)
-        if path not in self.made:
+        if path not in self.path_states:
             try:
-                self.made[path] = mark(os.stat(path))
+                self.path_states[path] = stat_text(os.stat(path))
             except OSError:
-                self.made[path] = ""
-        return bool(self.made[path])
+                self.path_states[path] = ""
+        return bool(self.path_states[path])
 
-    def search(self, directories: list[str]) -> None:
-        """Take in the versions of the packages that matter, from the names of their metadata
-        directories: importing them would take seconds."""
+    def find_packages(self, directories: list[str]) -> None:
+        """Record the versions of :data:`PACKAGES` found in ``directories``.
+
+        Versions come from the names of metadata directories: importing packages would take
+        seconds.
+        """
         for directory in directories:
-            if not directory or not self.uses(directory) or not os.path.isdir(directory):
+            if not directory or not self.depend_on(directory) or not os.path.isdir(directory):
                 continue
             for name in os.listdir(directory):
                 stem, ending = os.path.splitext(name)
@@ -69,77 +76,86 @@ class World:
                     self.packages.setdefault(package, version.split("-py")[0])
 
 
-def mark(status: os.stat_result) -> str:
-    """What `stat -c %u,%a,%d:%i:%s:%.9Y:%.9Z` prints."""
+def stat_text(status: os.stat_result) -> str:
+    """Return the same text as ``stat -c %u,%a,%d:%i:%s:%.9Y:%.9Z``."""
     place = f"{status.st_dev}:{status.st_ino}:{status.st_size}"
     for time in (status.st_mtime_ns, status.st_ctime_ns):
         place += f":{time // 10**9}.{time % 10**9:09d}"
     return f"{status.st_uid},{status.st_mode & 0o7777:o},{place}"
 
 
-def own_directories(world: World) -> list[str]:
-    """Where this Python finds packages, as ``site`` would have it, without running what ``.pth``
-    files say."""
+def package_directories(scan: EnvironmentScan) -> list[str]:
+    """Return the directories in which this Python finds packages.
+
+    They are computed as ``site`` does, but without running the code in ``.pth`` files.
+    """
     import site
 
     home = os.path.dirname(os.path.abspath(sys.executable))
     prefixes, user = list(site.PREFIXES), True
     for directory in (home, os.path.dirname(home)):
         config = os.path.join(directory, "pyvenv.cfg")
-        if world.uses(config):
+        if scan.depend_on(config):
             with open(config, encoding="utf-8", errors="replace") as file:
                 words = [line.lower().split() for line in file]
             user = ["include-system-site-packages", "=", "true"] in words
             prefixes = [os.path.dirname(home), *(prefixes if user else [])]
             sys.prefix = prefixes[0]  # without it Debian's site overlooks site-packages there
             break
-    found = site.getsitepackages(prefixes)
+    site_directories = site.getsitepackages(prefixes)
     if user and site.check_enableusersite():
-        found.insert(0, site.getusersitepackages())
+        site_directories.insert(0, site.getusersitepackages())
     for prefix in prefixes:
-        world.uses(os.path.join(prefix, "conda-meta", "history"))
-    return [*sys.path, *found, *(more for one in found for more in _added(world, one))]
+        scan.depend_on(os.path.join(prefix, "conda-meta", "history"))
+    return [
+        *sys.path,
+        *site_directories,
+        *(added for path in site_directories for added in _pth_directories(scan, path)),
+    ]
 
 
-def _added(world: World, directory: str) -> list[str]:
-    """The directories that ``.pth`` files add."""
-    found = []
+def _pth_directories(scan: EnvironmentScan, directory: str) -> list[str]:
+    """Return the directories that ``.pth`` files of a directory add."""
+    directories = []
     for name in sorted(os.listdir(directory)) if os.path.isdir(directory) else ():
         path = os.path.join(directory, name)
-        if name.endswith(".pth") and world.uses(path):
+        if name.endswith(".pth") and scan.depend_on(path):
             with open(path, encoding="utf-8", errors="replace") as file:
                 lines = [line.strip() for line in file]
-            found += [os.path.join(directory, line) for line in lines if line[:7] != "import "]
-    return [path for path in found if os.path.isdir(path) and path != directory]
+            directories += [
+                os.path.join(directory, line) for line in lines if line[:7] != "import "
+            ]
+    return [path for path in directories if os.path.isdir(path) and path != directory]
 
 
-def manifest(project: str) -> dict[str, str]:
-    """The code in a directory of this project: relative path and SHA-256 of each file."""
+def build_manifest(project: str) -> dict[str, str]:
+    """Return the SHA-256 of every code file below a project directory, by relative path."""
     import hashlib
 
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for root in CODE_ROOTS:
         for directory, inner, names in os.walk(os.path.join(project, root)):
-            inner[:] = sorted(name for name in inner if name not in _NOT_CODE)
+            inner[:] = sorted(name for name in inner if name not in _SKIPPED_DIRECTORIES)
             for name in names:
-                if name.endswith(CODE_ENDINGS):
+                if name.endswith(CODE_SUFFIXES):
                     path = os.path.join(directory, name)
                     with open(path, "rb") as file:
                         digest = hashlib.sha256(file.read()).hexdigest()
-                    found[os.path.relpath(path, project)] = digest
-    return found
+                    digests[os.path.relpath(path, project)] = digest
+    return digests
 
 
-def digest_of(files: dict[str, str]) -> str:
-    """One digest of a manifest; empty for no code at all."""
+def digest_manifest(manifest: dict[str, str]) -> str:
+    """Return a single digest of a manifest; empty for an empty manifest."""
     import hashlib
 
-    lines = "".join(f"{files[path]} {path}\n" for path in sorted(files))
-    return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest() if files else ""
+    lines = "".join(f"{manifest[path]} {path}\n" for path in sorted(manifest))
+    return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest() if manifest else ""
 
 
-def interface_to(address: str) -> str:
-    """The interface whose address this host would use to reach ``address``; "" if none."""
+def find_interface(address: str) -> str:
+    """Return the network interface that this host uses to reach ``address``; "" if there is
+    none."""
     import fcntl
     import socket
     import struct
@@ -147,63 +163,76 @@ def interface_to(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))
-            own = probe.getsockname()[0]
+            local_address = probe.getsockname()[0]
         except OSError:
             return ""
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
+                reply = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR
             except OSError:
                 continue
-            if socket.inet_ntoa(answer[20:24]) == own:
+            if socket.inet_ntoa(reply[20:24]) == local_address:
                 return name
     return ""
 
 
-def look(project: str, compared: str, python: str, kept: str, key: str) -> list[str]:
-    """The lines that tell everything, kept in the file ``kept`` under ``key``, too. ``compared``:
-    whether code is. ``python`` is what this Python was called by."""
-    world = World()
-    for path in (_program(python), sys.executable):
-        world.uses(path)
-    world.search(own_directories(world))
-    if "torch" not in world.packages:
-        # Something finds it that is no directory here, or it is not there.
+def inspect_environment(
+    project: str, compare_code: str, python: str, cache: str, key: str
+) -> list[str]:
+    """Return the lines that describe this Python environment, and write them to the cache.
+
+    ``python`` is the command that started this interpreter. ``compare_code`` is not empty if
+    code is to be digested. ``cache`` is the path of the cache file, empty for none, and ``key``
+    its first line.
+    """
+    scan = EnvironmentScan()
+    for path in (_find_program(python), sys.executable):
+        scan.depend_on(path)
+    scan.find_packages(package_directories(scan))
+    if "torch" not in scan.packages:
+        # torch is installed in a way that needs site, such as an import hook, or not at all.
         import site
 
         site.main()
-        world.search(sys.path)
+        scan.find_packages(sys.path)
     version = ".".join(map(str, sys.version_info[:3]))
-    lines = [_told("version", version), _told("executable", sys.executable)]
-    lines += [_told("package " + name, world.packages[name]) for name in sorted(world.packages)]
-    if compared:
-        lines.append(_told("code", digest_of(manifest(project))))
-    if kept:
-        there = sorted(world.made.items())
-        made = [f"made {m} {path}" if m else f"gone {path}" for path, m in there]
-        keep(kept, [key, *made, *lines, "end"])
+    lines = [_format_line("version", version), _format_line("executable", sys.executable)]
+    lines += [
+        _format_line("package " + name, scan.packages[name]) for name in sorted(scan.packages)
+    ]
+    if compare_code:
+        lines.append(_format_line("code", digest_manifest(build_manifest(project))))
+    if cache:
+        states = [
+            f"stat {state} {path}" if state else f"absent {path}"
+            for path, state in sorted(scan.path_states.items())
+        ]
+        write_cache(cache, [key, *states, *lines, "end"])
     return lines
 
 
-def _told(name: str, value: str) -> str:
+def _format_line(name: str, value: str) -> str:
     value = value.replace("%", "%25").replace("\n", "%0A")
     return f"= {name} {value}"
 
 
-def _program(name: str) -> str:
-    """The file that a shell means by ``name``."""
+def _find_program(name: str) -> str:
+    """Return the file that a shell runs for the command ``name``."""
     if "/" in name:
         return name
-    places = [os.path.join(place, name) for place in os.environ.get("PATH", "").split(os.pathsep)]
-    return next((place for place in places if os.access(place, os.X_OK)), name)
+    directories = os.environ.get("PATH", "").split(os.pathsep)
+    candidates = [os.path.join(directory, name) for directory in directories]
+    return next((path for path in candidates if os.access(path, os.X_OK)), name)
 
 
-def keep(path: str, lines: list[str]) -> None:
-    """Write a file that only this user can read, whole or not at all. That it can't be written is
-    no reason to fail: the next one asks again."""
+def write_cache(path: str, lines: list[str]) -> None:
+    """Write a file atomically, readable by this user only.
+
+    Failure to write is ignored: the next probe runs again.
+    """
     directory = os.path.dirname(path)
-    part = f"{path}.{os.getpid()}"
+    temporary = f"{path}.{os.getpid()}"
     if any("\n" in line for line in lines):
         return
     try:
@@ -212,59 +241,69 @@ def keep(path: str, lines: list[str]) -> None:
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             return
         try:
-            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            with open(
+                os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb"
+            ) as file:
                 file.write(os.fsencode("".join(line + "\n" for line in lines)))
-            os.replace(part, path)
+            os.replace(temporary, path)
         except OSError:
-            os.unlink(part)
+            os.unlink(temporary)
     except OSError:
         pass
 
 
-def ask(*questions: str) -> list[str]:
-    """The lines that tell what modules answer to questions: its name and the answer, as JSON."""
+def run_queries(*queries: str) -> list[str]:
+    """Run the modules of all queries and return a line with the name and the reply of each, as
+    JSON.
+    """
     import json
 
-    found = []
-    for question in map(json.loads, questions):
-        # Code that is yet to be copied here has nothing to answer.
-        if os.path.isfile(os.path.join(question["project"], "flagscale", "launcher", "agent.py")):
-            told = [question["name"], answer(question, [sys.executable])]
-            found.append(_told("answer", json.dumps(told)))
-    return found
+    lines = []
+    for query in map(json.loads, queries):
+        # Where the project has not been copied yet, there is no module to run.
+        if os.path.isfile(os.path.join(query["project"], "flagscale", "launcher", "agent.py")):
+            reply = [query["name"], run_module(query, [sys.executable])]
+            lines.append(_format_line("answer", json.dumps(reply)))
+    return lines
 
 
-def answer(question: dict[str, Any], python: list[str]) -> dict[str, Any]:
-    """What a module of the project says, run by ``python`` in the environment of the ranks: one
-    line of JSON. ``problem`` in it, where it does not answer."""
+def run_module(query: dict[str, Any], python: list[str]) -> dict[str, Any]:
+    """Run a module of the project with ``python`` in the environment of the ranks and return its
+    reply.
+
+    The reply is one line of JSON. If the module fails, it is ``{"problem": reason}``.
+    """
     import json
     import subprocess
 
-    own = {name: filled(parts, os.environ) for name, parts in question["environment"].items()}
-    path = [question["project"], own.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")]
-    environment = dict(os.environ, **own)
+    rank_variables = {
+        name: fill_references(parts, os.environ) for name, parts in query["environment"].items()
+    }
+    path = [query["project"], rank_variables.get("PYTHONPATH") or os.environ.get("PYTHONPATH", "")]
+    environment = dict(os.environ, **rank_variables)
     environment["PYTHONPATH"] = os.pathsep.join(entry for entry in path if entry)
     try:
-        done = subprocess.run(
-            [*python, "-m", question["module"], *question["words"]],
+        process = subprocess.run(
+            [*python, "-m", query["module"], *query["words"]],
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=ANSWER_SECONDS,
+            timeout=MODULE_TIMEOUT_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return {"problem": f"its Python gives no answer within {ANSWER_SECONDS} s"}
-    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-    if done.returncode == 0 and lines:
+        return {"problem": f"its Python gives no answer within {MODULE_TIMEOUT_SECONDS} s"}
+    lines = (process.stdout if process.returncode == 0 else process.stderr).strip().splitlines()
+    if process.returncode == 0 and lines:
         return json.loads(lines[-1])  # type: ignore[no-any-return]
     return {"problem": lines[-1] if lines else "its Python does not answer"}
 
 
-def filled(parts: list[Any], environment: Any) -> str:
-    """A value that :func:`flagscale.config.interpolation.parts` has taken apart, with the variables
-    of this environment in the place of references to them."""
+def fill_references(parts: list[Any], environment: Any) -> str:
+    """Join a value that :func:`flagscale.config.interpolation.split_references` has split, with
+    references replaced by the variables of ``environment``.
+    """
     text = ""
     for part in parts:
         if isinstance(part, str):
@@ -275,18 +314,18 @@ def filled(parts: list[Any], environment: Any) -> str:
 
 
 def main() -> None:
-    """Do what the first argument says and print the answer."""
-    verb, words = sys.argv[1], sys.argv[2:]
-    if verb == "look":
-        text = "\n".join(look(*words))
-    elif verb == "ask":
-        text = "\n".join(ask(*words))
-    elif verb == "manifest":
+    """Run the action that the first argument names, and print its result."""
+    action, arguments = sys.argv[1], sys.argv[2:]
+    if action == "inspect":
+        text = "\n".join(inspect_environment(*arguments))
+    elif action == "query":
+        text = "\n".join(run_queries(*arguments))
+    elif action == "manifest":
         import json
 
-        text = json.dumps(manifest(*words))
+        text = json.dumps(build_manifest(*arguments))
     else:
-        text = interface_to(*words)
+        text = find_interface(*arguments)
     sys.stdout.buffer.write(os.fsencode(text + "\n"))
 
 

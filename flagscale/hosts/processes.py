@@ -1,9 +1,10 @@
-"""Which processes belong to a run, and how to end exactly those.
+"""Detection of a run's processes, and signals to exactly those.
 
-A process belongs to a run when its initial environment, ``/proc/<pid>/environ``, holds the run's
-``FLAGSCALE_RUN_ID``. Names and process groups are no identity: torchrun's workers lead sessions of
-their own, and a name matches other people's jobs. Standard library alone: the agent that watches
-a host's job imports this module, and it must start fast and run anywhere.
+A process belongs to a run if its initial environment, ``/proc/<pid>/environ``, contains the
+run's ``FLAGSCALE_RUN_ID``. Names and process groups do not identify it: torchrun's workers lead
+sessions of their own, and a name also matches other users' jobs. Uses the standard library
+alone: the agent that monitors a host's job imports this module, and it must start fast and run
+anywhere.
 """
 
 from __future__ import annotations
@@ -23,39 +24,44 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Process:
-    """A process that cannot be confused with a later one of the same pid: ``start_ticks`` is its
-    start in clock ticks since boot, field 22 of ``/proc/<pid>/stat``."""
+    """Identity of a process that no later process with the same pid shares.
+
+    ``start_ticks`` is its start time in clock ticks since boot, field 22 of
+    ``/proc/<pid>/stat``.
+    """
 
     pid: int
     start_ticks: int
 
 
-def boot_id() -> str:
-    """The kernel's name of this boot; pids of another boot mean nothing."""
+def read_boot_id() -> str:
+    """Return the kernel's id of this boot. Pids recorded under another boot id are meaningless."""
     return (PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
-def identify(pid: int) -> Process | None:
-    """The living process of this pid; None if there is none or only its zombie is left."""
+def identify_process(pid: int) -> Process | None:
+    """Return the identity of a live process; None if no process has this pid or it is a zombie."""
     fields = _stat_fields(pid)
     if fields is None or fields[0] in (b"Z", b"X", b"x"):
         return None
     return Process(pid, int(fields[19]))
 
 
-def parent(pid: int) -> int | None:
-    """The parent's pid, or None if the process is gone."""
+def parent_pid_of(pid: int) -> int | None:
+    """Return the parent's pid, or None if the process has ended."""
     fields = _stat_fields(pid)
     return int(fields[1]) if fields else None
 
 
 def is_alive(process: Process) -> bool:
-    return identify(process.pid) == process
+    return identify_process(process.pid) == process
 
 
 def _stat_fields(pid: int) -> list[bytes] | None:
-    """Fields of ``/proc/<pid>/stat`` from the third (the state) on: the second, the command's
-    name, may hold spaces and parentheses."""
+    """Return the fields of ``/proc/<pid>/stat`` from the third (the state) on.
+
+    The second, the command's name, may contain spaces and parentheses.
+    """
     try:
         data = (PROC / str(pid) / "stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -63,86 +69,97 @@ def _stat_fields(pid: int) -> list[bytes] | None:
     return data[data.rfind(b")") + 2 :].split()
 
 
-def environment(pid: int) -> dict[bytes, bytes]:
-    """The environment a process was started with; empty when it is gone or not ours to read."""
-    pairs = (entry.partition(b"=") for entry in _environ(pid) if entry)
+def read_environment(pid: int) -> dict[bytes, bytes]:
+    """Return the initial environment of a process; empty if it has ended or is not readable."""
+    pairs = (entry.partition(b"=") for entry in _environment_entries(pid) if entry)
     return {name: value for name, _, value in pairs}
 
 
-def _environ(pid: int) -> list[bytes]:
+def _environment_entries(pid: int) -> list[bytes]:
     try:
         return (PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
         return []
 
 
-def ranks(among: Iterable[Process]) -> dict[int, Process]:
-    """Those of these processes that torchrun started as ranks, by rank: such a one has RANK, and
-    its parent has none. A rank's own children inherit it."""
-    found = {}
-    for process in among:
-        variables, above = environment(process.pid), parent(process.pid)
+def find_ranks(candidates: Iterable[Process]) -> dict[int, Process]:
+    """Return the processes that torchrun started as ranks, by rank.
+
+    A rank has the variable RANK while its parent has not. The rank's own children inherit it.
+    """
+    processes_by_rank = {}
+    for process in candidates:
+        variables, parent_pid = read_environment(process.pid), parent_pid_of(process.pid)
         rank = variables.get(b"RANK", b"") if b"LOCAL_RANK" in variables else b""
-        if rank.isdigit() and above is not None and b"RANK" not in environment(above):
-            found[int(rank)] = process
-    return found
+        if (
+            rank.isdigit()
+            and parent_pid is not None
+            and b"RANK" not in read_environment(parent_pid)
+        ):
+            processes_by_rank[int(rank)] = process
+    return processes_by_rank
 
 
-def belongs(pid: int, run_id: str) -> bool:
-    """Whether this process carries the run's identity."""
-    return f"{RUN_ID_VARIABLE}={run_id}".encode() in _environ(pid)
+def belongs_to_run(pid: int, run_id: str) -> bool:
+    """Return True if the process carries the run's id in its environment."""
+    return f"{RUN_ID_VARIABLE}={run_id}".encode() in _environment_entries(pid)
 
 
-def members(run_id: str, *, exclude: Collection[int] = ()) -> list[Process]:
-    """Every living process of the run on this machine, by pid."""
-    found = []
-    for pid in pids():
-        if pid not in exclude and belongs(pid, run_id):
-            process = identify(pid)
+def find_run_processes(run_id: str, *, exclude: Collection[int] = ()) -> list[Process]:
+    """Return every live process of the run on this machine, by ascending pid."""
+    processes = []
+    for pid in iter_pids():
+        if pid not in exclude and belongs_to_run(pid, run_id):
+            process = identify_process(pid)
             if process is not None:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
-def spared(run_id: str) -> set[int]:
-    """What an agent leaves alone when it ends its host's part of a run: itself, the parts of other
-    hosts that are on this machine too (namespaces, a scheduler's cells), and what is above them."""
-    own = os.path.dirname(os.environ.get(STATUS_DIR_VARIABLE, ""))  # noqa: PTH120
-    found = {os.getpid()}
-    for process in members(run_id) if own else ():
-        status = environment(process.pid).get(STATUS_DIR_VARIABLE.encode())
-        if status is not None and not status.startswith(f"{own}/".encode()):
-            found.add(process.pid)
-    return found.union(*map(ancestors, found))
+def find_spared_pids(run_id: str) -> set[int]:
+    """Return the pids that an agent must not signal when it ends its host's part of a run.
+
+    These are the agent itself, the processes of other hosts of the run on this machine (network
+    namespaces, cells of a scheduler), and the ancestors of all of them.
+    """
+    status_root = os.path.dirname(os.environ.get(STATUS_DIR_VARIABLE, ""))  # noqa: PTH120
+    pids_to_spare = {os.getpid()}
+    for process in find_run_processes(run_id) if status_root else ():
+        status = read_environment(process.pid).get(STATUS_DIR_VARIABLE.encode())
+        if status is not None and not status.startswith(f"{status_root}/".encode()):
+            pids_to_spare.add(process.pid)
+    return pids_to_spare.union(*map(find_ancestors, pids_to_spare))
 
 
-def pids() -> Iterator[int]:
-    """Every process of this machine."""
+def iter_pids() -> Iterator[int]:
+    """Iterate over the pids of all processes of this machine, ascending."""
     yield from sorted(int(name) for name in os.listdir(PROC) if name.isdigit())  # noqa: PTH208
 
 
-def ancestors(pid: int) -> list[int]:
-    """The pids above a process, nearest first, without pid 1."""
-    found: list[int] = []
-    above = parent(pid)
-    while above is not None and above > 1 and above not in found:
-        found.append(above)
-        above = parent(above)
-    return found
+def find_ancestors(pid: int) -> list[int]:
+    """Return the pids of a process's ancestors, nearest first, without pid 1."""
+    pids: list[int] = []
+    parent_pid = parent_pid_of(pid)
+    while parent_pid is not None and parent_pid > 1 and parent_pid not in pids:
+        pids.append(parent_pid)
+        parent_pid = parent_pid_of(parent_pid)
+    return pids
 
 
-def send(process: Process, number: int, *, run_id: str | None = None) -> bool:
-    """Send a signal to this very process, and only if it carries ``run_id`` where one is given.
+def send_signal(process: Process, number: int, *, run_id: str | None = None) -> bool:
+    """Send a signal to exactly this process, and only if it carries ``run_id`` where one is given.
 
-    A pidfd pins the process between the check and the signal, so that a pid that was reused in
-    between is never hit. Returns whether the signal was sent.
+    A pidfd pins the process between the check and the signal, so that a process that reused the
+    pid is never signalled. Returns True if the signal was sent.
     """
     try:
         descriptor = os.pidfd_open(process.pid)
     except (ProcessLookupError, PermissionError):
         return False
     try:
-        if not is_alive(process) or (run_id is not None and not belongs(process.pid, run_id)):
+        if not is_alive(process) or (
+            run_id is not None and not belongs_to_run(process.pid, run_id)
+        ):
             return False
         signal.pidfd_send_signal(descriptor, number)
     except (ProcessLookupError, PermissionError):
@@ -153,7 +170,7 @@ def send(process: Process, number: int, *, run_id: str | None = None) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Poll until the condition holds or the time is over; whether it held."""
+    """Poll until the condition holds or the timeout has passed. Return True if it held."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() >= deadline:
@@ -163,36 +180,42 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 @dataclass(frozen=True)
-class Swept:
-    """What ending a run's processes took. ``owner`` is whose those ``left`` are, where this user
-    may not end them; ``ranks``: pids by rank, of those that were ranks: these two are what hosts
-    tell of a stop."""
+class KilledProcesses:
+    """Result of ending a run's processes.
+
+    ``owner`` is the user that owns them, if this user may not signal
+    them. ``ranks`` maps pids to ranks for processes that were ranks. ``owner`` and ``ranks`` are
+    only known from hosts' stop programs.
+    """
 
     terminated: tuple[int, ...] = ()
     killed: tuple[int, ...] = ()
-    left: tuple[int, ...] = ()
+    survivors: tuple[int, ...] = ()
     owner: str = ""
     ranks: Mapping[int, int] = field(default_factory=dict)
 
 
-def sweep(run_id: str, grace: float, *, exclude: Collection[int] = ()) -> Swept:
-    """End every process of the run: TERM, ``grace`` seconds, KILL.
+def kill_run_processes(
+    run_id: str, grace: float, *, exclude: Collection[int] = ()
+) -> KilledProcesses:
+    """End every process of the run: SIGTERM, then SIGKILL after ``grace`` seconds.
 
-    Processes that the run starts meanwhile are found too, since the search is repeated. ``left``
-    holds what survives a KILL for five seconds: a process in uninterruptible sleep.
+    The search is repeated, so processes that the run starts meanwhile are ended, too. The
+    survivors in the result have outlived SIGKILL for five seconds: they are in uninterruptible
+    sleep.
     """
     terminated, killed = set[int](), set[int]()
 
-    def signalled(number: signal.Signals, ended: set[int]) -> bool:
-        alive = members(run_id, exclude=exclude)
+    def signal_processes(number: signal.Signals, ended: set[int]) -> bool:
+        alive = find_run_processes(run_id, exclude=exclude)
         for process in alive:
             again = number is signal.SIGKILL or process.pid not in ended
-            if again and send(process, number, run_id=run_id):
+            if again and send_signal(process, number, run_id=run_id):
                 ended.add(process.pid)
         return not alive
 
-    if wait_until(lambda: signalled(signal.SIGTERM, terminated), grace):
-        return Swept(tuple(sorted(terminated)))
-    wait_until(lambda: signalled(signal.SIGKILL, killed), 5.0)
-    rest = tuple(process.pid for process in members(run_id, exclude=exclude))
-    return Swept(tuple(sorted(terminated)), tuple(sorted(killed)), rest)
+    if wait_until(lambda: signal_processes(signal.SIGTERM, terminated), grace):
+        return KilledProcesses(tuple(sorted(terminated)))
+    wait_until(lambda: signal_processes(signal.SIGKILL, killed), 5.0)
+    survivors = tuple(process.pid for process in find_run_processes(run_id, exclude=exclude))
+    return KilledProcesses(tuple(sorted(terminated)), tuple(sorted(killed)), survivors)

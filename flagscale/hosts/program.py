@@ -1,8 +1,9 @@
-"""Programs that travel to hosts: variables, quoted by construction, and the bash that reads them.
+"""Bash programs that run on hosts, and the parser of their output.
 
-The bash lies in ``.sh`` files beside the modules that fill and read them; all of it begins with
-``programs/proc.sh``. It answers with ``name=value`` and NUL, in any order, values as they are. A
-value may be followed by raw bytes: ``file=<bytes> <offset> <path>`` and NUL announces so many.
+The bash is in ``.sh`` files next to the modules that use it, and every program begins with
+``programs/proc.sh``. Python values are passed as shell variables, which are always quoted. A
+program prints ``name=value`` records, each terminated by NUL, in any order. The record
+``file=<bytes> <offset> <path>`` is followed by that many raw bytes.
 """
 
 from __future__ import annotations
@@ -13,33 +14,40 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from flagscale.hosts.connection import HostConnection
 from flagscale.hosts.errors import HostError
-from flagscale.hosts.executor import Executor
 
-Value = str | Sequence[str] | Mapping[str, str]
+ShellValue = str | Sequence[str] | Mapping[str, str]
 
 PROGRAMS = Path(__file__).with_name("programs")
 
-#: The last thing that a program says: an answer that lacks it was cut off on its way.
-END = "\nsay end yes\ntell\n"
-_FILE = "file"
+#: Last record of every program. Output without it was truncated.
+END_RECORD = "\nreport end yes\nprint_results\n"
+_FILE_RECORD = "file"
 
 
-def program(body: Path, given: Mapping[str, Value], *more: str, end: str = END) -> str:
-    """A whole program: what is ``given`` as variables (words as arrays, mappings as associative
-    ones), ``more`` bash, the file ``body``, and how it ends."""
-    variables = [assignment(name, value) for name, value in given.items()]
-    return "\n".join([source(PROGRAMS / "proc.sh"), *variables, *more, source(body) + end])
+def build_program(
+    body: Path, variables: Mapping[str, ShellValue], *fragments: str, end: str = END_RECORD
+) -> str:
+    """Return a complete program.
+
+    It sets ``variables`` (sequences as arrays, mappings as associative arrays),
+    the bash fragments ``fragments``, the file ``body``, and ``end``.
+    """
+    assignments = [shell_assignment(name, value) for name, value in variables.items()]
+    return "\n".join(
+        [read_source(PROGRAMS / "proc.sh"), *assignments, *fragments, read_source(body) + end]
+    )
 
 
 @cache
-def source(path: Path) -> str:
-    """A file of bash."""
+def read_source(path: Path) -> str:
+    """Return the text of a bash file."""
     return path.read_text(encoding="utf-8")
 
 
-def assignment(name: str, value: Value) -> str:
-    """One variable of bash, whatever is in its value."""
+def shell_assignment(name: str, value: ShellValue) -> str:
+    """Return the bash assignment of one variable, quoted whatever its value contains."""
     if isinstance(value, str):
         return f"{name}={shlex.quote(value)}"
     if isinstance(value, Mapping):
@@ -49,8 +57,8 @@ def assignment(name: str, value: Value) -> str:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Bytes of a file, from ``offset`` on."""
+class FileChunk:
+    """Bytes of a file on a host, starting at ``offset``."""
 
     path: str
     offset: int
@@ -58,58 +66,64 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a host said. Of a name that was said several times, ``values`` has the last."""
+class ProgramOutput:
+    """Parsed output of a program. If a name was reported several times, ``values`` has the last
+    value.
+    """
 
     values: dict[str, str] = field(default_factory=dict)
-    pieces: tuple[Piece, ...] = ()
+    chunks: tuple[FileChunk, ...] = ()
 
     def get(self, name: str, default: str = "") -> str:
         return self.values.get(name, default)
 
     def number(self, name: str) -> int | None:
-        """A value that is a whole number; None if it was not said or is none."""
+        """Return a non-negative integer value; None if the name is missing or the value is no
+        number.
+        """
         text = self.values.get(name, "")
         return int(text) if text.isdigit() else None
 
 
 class CutOffError(HostError, summary="answered in part"):
-    """A host's answer ended too early to be believed."""
+    """A program's output ended before its last record, so none of it is used."""
 
 
-def ask(executor: Executor, program: str, timeout: float) -> Answer:
-    """Run a program on a host and read its answer. Raises :class:`CutOffError` where the program
-    did not come to its end."""
-    result = executor.run_script(program, timeout=timeout)
-    answer = parse(result.stdout)
-    if answer.get("end") != "yes":
-        said = result.error_text.strip().splitlines()[-1:] or ["nothing on stderr"]
-        what = f"its answer was cut off (exit code {result.exit_status}; {said[0]})"
-        raise CutOffError(executor.name, what)
-    return answer
+def run_program(connection: HostConnection, program: str, timeout: float) -> ProgramOutput:
+    """Run a program on a host and parse its output.
+
+    ``timeout`` is in seconds. Raises :class:`CutOffError` if the program did not run to its end.
+    """
+    result = connection.run_script(program, timeout=timeout)
+    output = parse_output(result.stdout)
+    if output.get("end") != "yes":
+        last_error_line = result.error_text.strip().splitlines()[-1:] or ["nothing on stderr"]
+        message = f"its answer was cut off (exit code {result.exit_status}; {last_error_line[0]})"
+        raise CutOffError(connection.name, message)
+    return output
 
 
-def parse(data: bytes) -> Answer:
-    """The answer in a program's output. What is cut off at the end is left out."""
+def parse_output(data: bytes) -> ProgramOutput:
+    """Parse a program's output. An incomplete record at the end is dropped."""
     values: dict[str, str] = {}
-    pieces: list[Piece] = []
-    for name, value, raw in _entries(data):
-        if name == _FILE:
+    chunks: list[FileChunk] = []
+    for name, value, raw in _iter_records(data):
+        if name == _FILE_RECORD:
             _, offset, path = value.split(" ", 2)
-            pieces.append(Piece(path, int(offset), raw))
+            chunks.append(FileChunk(path, int(offset), raw))
         else:
             values[name] = value
-    return Answer(values, tuple(pieces))
+    return ProgramOutput(values, tuple(chunks))
 
 
-def _entries(data: bytes) -> Iterator[tuple[str, str, bytes]]:
-    at = 0
-    while (end := data.find(b"\0", at)) >= 0:
-        name, _, value = data[at:end].decode("utf-8", "surrogateescape").partition("=")
-        at = end + 1
+def _iter_records(data: bytes) -> Iterator[tuple[str, str, bytes]]:
+    position = 0
+    while (end := data.find(b"\0", position)) >= 0:
+        name, _, value = data[position:end].decode("utf-8", "surrogateescape").partition("=")
+        position = end + 1
         raw = b""
-        if name == _FILE:
+        if name == _FILE_RECORD:
             size = int(value.split(" ", 1)[0])
-            raw = data[at : at + size]
-            at += size
+            raw = data[position : position + size]
+            position += size
         yield name, value, raw

@@ -1,6 +1,7 @@
-"""Ranks that are forked from one process: how the tools here start them and end them.
+"""Forked ranks for the tools in this directory: start and end.
 
-The process that forks must not have called torch before: its threads would not be in the child.
+The process that forks must not have called torch before, because torch's threads would be
+missing in the child.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ TIMEOUT = timedelta(seconds=30)
 
 @dataclass(frozen=True)
 class Child:
-    """A forked process and what it writes."""
+    """A forked process and its output."""
 
     pid: int
-    words: IO[str]
+    output: IO[str]
 
 
-def start(child: Callable[[int], object]) -> Child:
-    """Fork a process that calls ``child`` with the descriptor that it is to write to, and ends."""
+def fork_child(child: Callable[[int], object]) -> Child:
+    """Fork a process that calls ``child`` with a descriptor to write to, and then exits."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -42,28 +43,28 @@ def start(child: Callable[[int], object]) -> Child:
     return Child(pid, os.fdopen(read))
 
 
-def end(children: Sequence[Child]) -> None:
-    """Kill them, whatever they do."""
+def kill_children(children: Sequence[Child]) -> None:
+    """Kill the processes."""
     for child in children:
         os.kill(child.pid, signal.SIGKILL)
         os.waitpid(child.pid, 0)
-        child.words.close()
+        child.output.close()
 
 
 def start_store() -> tuple[Child, int]:
-    """A process that keeps a store, and the store's port."""
+    """Start a process that owns a store, and return it with the store's port."""
 
-    def keep(out: int) -> None:
+    def serve_store(out: int) -> None:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         os.write(out, f"{store.port}\n".encode())
         signal.pause()
 
-    keeper = start(keep)
-    return keeper, int(keeper.words.readline())
+    keeper = fork_child(serve_store)
+    return keeper, int(keeper.output.readline())
 
 
-def join(rank: int, ranks: int, port: int, clusters: str) -> None:
-    """In a child: become that rank of fsccl's world, on CPUs, in such clusters."""
+def join_world(rank: int, ranks: int, port: int, clusters: str) -> None:
+    """Become a rank of fsccl's world on CPUs, in a child process."""
     os.environ.update({"FSCCL_CLUSTERS": clusters, "FSCCL_DEVICE": "cpu"})
     os.environ["FSCCL_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -72,12 +73,14 @@ def join(rank: int, ranks: int, port: int, clusters: str) -> None:
 
 
 def start_ranks(
-    ranks: int, port: int, clusters: str, life: Callable[[int, int], object]
+    ranks: int, port: int, clusters: str, run_rank: Callable[[int, int], object]
 ) -> list[Child]:
-    """Fork so many that join and then call ``life`` with their rank and where to write."""
+    """Fork ``ranks`` processes that join a world and call ``life`` with their rank and a
+    descriptor to write to.
+    """
 
     def child(rank: int, out: int) -> None:
-        join(rank, ranks, port, clusters)
-        life(rank, out)
+        join_world(rank, ranks, port, clusters)
+        run_rank(rank, out)
 
-    return [start(partial(child, rank)) for rank in range(ranks)]
+    return [fork_child(partial(child, rank)) for rank in range(ranks)]

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Does a model learn as much by sums in bounded time, where packets are lost, as by exact ones?
+"""Compare the convergence of a model trained by bounded all_reduces under packet loss with exact
+ones.
 
     tools/comm/convergence.py --losses 0,1,5 --steps 600 --seeds 1,2 --output FILE
 
-A small causal transformer on the bytes of real text (Python's own library, every tenth file held
-out), data-parallel over hosts that are namespaces of this machine (tests/bed: needs root), a rank
-each, each behind a cable of --rate. Exact sums run without loss; bounded ones with each share of
-all packets dropped at random. Runs of one seed begin with the same weights and see the same text.
+A small causal transformer on the bytes of real text (Python's standard library, with every tenth
+file held out) is trained data-parallel over hosts that are namespaces of this machine
+(tests/bed: needs root), one rank per host, behind cables of --rate. Exact all_reduces run
+without loss, bounded ones with each share of all packets dropped at random. Runs of one seed
+start with the same weights and read the same text.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(PROJECT), str(PROJECT / "tests")]
+sys.path.insert(0, str(PROJECT / "tests"))
 
 LENGTH, BATCH, WIDTH, LAYERS, HEADS = 128, 4, 128, 3, 4
 """Bytes of a sequence, sequences of a rank's step, and the model's sizes."""
@@ -38,7 +40,7 @@ HELD_OUT = 64
 
 
 def texts() -> list[Any]:
-    """Bytes to learn from and bytes held out, as tensors of integers."""
+    """Return the training and the held-out bytes as integer tensors."""
     import torch
 
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -48,7 +50,7 @@ def texts() -> list[Any]:
 
 
 def model() -> Any:
-    """About 0.7 million weights."""
+    """Return a transformer with about 0.7 million weights."""
     import torch
     from torch import nn
 
@@ -71,7 +73,7 @@ def model() -> Any:
 
 
 def rank_main(order: dict[str, Any]) -> None:
-    """Train, and print what was learned as a line of JSON."""
+    """Train, and print the result as a line of JSON."""
     import torch
     import torch.distributed as dist
 
@@ -117,7 +119,9 @@ def rank_main(order: dict[str, Any]) -> None:
 
 
 def run(bed: Any, options: argparse.Namespace, seed: int, loss: float | None) -> dict[str, Any]:
-    """A training by exact sums (``loss`` None) or by bounded ones: what all ranks found."""
+    """Train with exact all_reduces (``loss`` None) or bounded ones, and return all ranks'
+    results.
+    """
     for host in bed.hosts:
         host.heal()
         host.bottleneck(options.rate, "1mb")
@@ -142,7 +146,7 @@ def run(bed: Any, options: argparse.Namespace, seed: int, loss: float | None) ->
 
 
 def summary(found: list[dict[str, Any]], seed: int, loss: float | None) -> dict[str, Any]:
-    """Of one training: what all ranks have alike, and the means of what they do not."""
+    """Return what all ranks of a training have in common, and the means of what differs."""
     each = [statistics.fmean(step) for step in zip(*(one["losses"] for one in found), strict=True)]
     counts = found[0]["counts"]
     row: dict[str, Any] = {"seed": seed, "sums": "exact" if loss is None else "bounded"}
@@ -176,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     from bed.lab import Bed  # type: ignore[import-not-found]
 
-    from flagscale.bench.machine import facts
+    from flagscale.bench.machine import describe_machine
 
     rows: list[dict[str, Any]] = []
     with (
@@ -192,7 +196,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 shown = {name: value for name, value in rows[-1].items() if name != "loss"}
                 print(json.dumps(shown), flush=True)
                 if options.output:
-                    result = {**facts("flagscale", "torch"), "rate": options.rate, "runs": rows}
+                    result = {
+                        **describe_machine("flagscale", "torch"),
+                        "rate": options.rate,
+                        "runs": rows,
+                    }
                     options.output.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if all(math.isfinite(row["validation_loss"]) for row in rows) else 1
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What PyTorch builds on collectives, on fsccl and on gloo: seconds of each, by turns.
+"""Compare PyTorch features that are built on collectives on fsccl and gloo, by turns.
 
     tools/comm/features.py --rounds 30 --json docs/results/fsccl-features-cpu.json
 
-Four ranks of this host have a group of either backend. In each round every feature runs once on
-each, in an order that a seed draws; a time is that of the slowest rank, a ratio that of the
-medians, with its 95 % interval by drawing rounds anew.
+Four ranks of this host have a group of each backend. In each round every feature runs once on
+each, in an order drawn by a seed. A time is that of the slowest rank, a ratio that of the
+medians, with its 95 % interval by the bootstrap over rounds.
 """
 
 from __future__ import annotations
@@ -27,17 +27,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-PROJECT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(PROJECT), str(Path(__file__).resolve().parent)]
+import children
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-import children  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-
-import flagscale.comm.fsccl  # noqa: E402
-from flagscale.bench.machine import facts  # noqa: E402
-from flagscale.sample_statistics import median_ratio  # noqa: E402
+import flagscale.comm.fsccl
+from flagscale.bench.machine import describe_machine
+from flagscale.bench.statistics import median_ratio
 
 RANKS = 4
 BACKENDS = ("gloo", "fsccl")
@@ -114,8 +111,8 @@ def _functional(group: dist.ProcessGroup, *, compiled: bool) -> Step:
 
 
 def _objects(group: dist.ProcessGroup) -> Step:
-    told = {"rank": dist.get_rank(), "words": ["some"] * 100}
-    return lambda: dist.all_gather_object([None] * RANKS, told, group=group)
+    interval = {"rank": dist.get_rank(), "words": ["some"] * 100}
+    return lambda: dist.all_gather_object([None] * RANKS, interval, group=group)
 
 
 def _checkpoint(group: dist.ProcessGroup, directory: str) -> Step:
@@ -139,8 +136,8 @@ def _features(directory: str) -> dict[str, Callable[[dist.ProcessGroup], Step]]:
     }
 
 
-def _live(rounds: int, warm: int, seed: int, directory: str, rank: int, out: int) -> None:
-    """A rank's life: it writes a JSON line of its seconds for each feature, backend and round."""
+def _run_rank(rounds: int, warm: int, seed: int, directory: str, rank: int, out: int) -> None:
+    """Run a rank: write its seconds as a JSON line for each feature, backend and round."""
     warnings.filterwarnings("ignore")
     groups = {name: dist.new_group(backend=name) for name in BACKENDS}
     order = random.Random(seed)  # the same on all ranks
@@ -161,26 +158,26 @@ def _live(rounds: int, warm: int, seed: int, directory: str, rank: int, out: int
 
 
 def measure(rounds: int, warm: int, seed: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of the slowest rank, by feature and backend, of each round."""
+    """Return the seconds of the slowest rank for each round, by feature and backend."""
     directory = tempfile.mkdtemp()
     keeper, port = children.start_store()
     started = [keeper]
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     try:
-        life = partial(_live, rounds, warm, seed, directory)
+        life = partial(_run_rank, rounds, warm, seed, directory)
         ranks = children.start_ranks(RANKS, port, str(RANKS), life)
         started += ranks
         while True:
-            lines = [rank.words.readline() for rank in ranks]
+            lines = [rank.output.readline() for rank in ranks]
             if not all(lines):
                 raise RuntimeError("a rank has ended")
             if not lines[0].strip():
                 return found
-            told: list[dict[str, Any]] = [json.loads(line) for line in lines]
-            slowest = max(one["seconds"] for one in told)
-            found[told[0]["feature"]][told[0]["backend"]].append(slowest)
+            interval: list[dict[str, Any]] = [json.loads(line) for line in lines]
+            slowest = max(one["seconds"] for one in interval)
+            found[interval[0]["feature"]][interval[0]["backend"]].append(slowest)
     finally:
-        children.end(started)
+        children.kill_children(started)
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -199,10 +196,15 @@ def main() -> int:
         ends = (ratio.value, ratio.low, ratio.high)
         row = {f"{name}_ms": round(statistics.median(times[name]) * 1e3, 3) for name in BACKENDS}
         rows.append({"feature": feature, **row, "times_gloo": [round(end, 3) for end in ends]})
-        told = "{:.2f} [{:.2f}, {:.2f}]".format(*ends)
-        print(f"{feature:36} {row['gloo_ms']:9.2f} {row['fsccl_ms']:9.2f}   {told}")
+        interval = "{:.2f} [{:.2f}, {:.2f}]".format(*ends)
+        print(f"{feature:36} {row['gloo_ms']:9.2f} {row['fsccl_ms']:9.2f}   {interval}")
     if arguments.json:
-        result = {"machine": facts(), "ranks": RANKS, "rounds": arguments.rounds, "rows": rows}
+        result = {
+            "machine": describe_machine(),
+            "ranks": RANKS,
+            "rounds": arguments.rounds,
+            "rows": rows,
+        }
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 

@@ -1,14 +1,14 @@
-"""What runs of many senders lose in the queue of a receiver's port, in a simulation.
+"""Simulate packet loss of many senders in the queue of a receiver's port.
 
-Ranks reduce buckets by datagrams over the played network of the tests (tests/unit/fsccl/datagram),
-behind cables of one rate and queues that drop what does not fit; they begin up to 5 ms apart. Runs
-are whole, or an eighth of that, or as long as is learned. The first operations, in which that is
-learned, are not counted; the seeds are the same for all.
+Ranks reduce buckets by datagrams over the simulated network of the tests
+(tests/unit/fsccl/datagram), behind cables of one rate and queues that drop packets when full.
+They start up to 5 ms apart. Bursts are whole, an eighth of that, or of a learned length. The
+first operations, in which the length is learned, are not counted. All cases use the same seeds.
 
-    python tools/comm/incast.py
-    python tools/comm/incast.py --networks 10000:256 --ranks 64
+    python tools/comm/incast.py python tools/comm/incast.py --networks 10000:256 --ranks 64
 
-Ideal is what the bytes take. Lost are packets that were asked for again, of all.
+The ideal is the pure transfer time of the bytes. Lost packets are those that were requested
+again, relative to all.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from flagscale.cli_errors import guard
+from flagscale.cli_errors import run_command
 from flagscale.errors import JobError
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -34,18 +32,20 @@ RUNS = {"whole": "0", "an eighth": "3", "learned": "learned"}
 """Names of what is compared, and what the program calls it: how often runs are halved."""
 
 
-def build() -> Path:
-    """The program."""
+def build_program() -> Path:
+    """Compile the program, and return its path."""
     sys.path.insert(0, str(PROJECT / "tests"))
-    compiled = importlib.import_module("compiled")
+    compiled = importlib.import_module("support.compiled")
     reads = [path for path in CSRC.glob("*/*") if path.parent.name in ("core", "datagram")]
     sources = [TESTS / "incast_test.cpp", *(CSRC / name for name in PARTS)]
     made: Path = compiled.program("fast", sources, include=CSRC, reads=[*reads, *TESTS.glob("*.h")])
     return made
 
 
-def play(made: Path, seed: int, words: Sequence[object]) -> list[tuple[float, float, float]]:
-    """Of each operation the shares lost and excluded, and milliseconds.
+def run_simulation(
+    made: Path, seed: int, words: Sequence[object]
+) -> list[tuple[float, float, float]]:
+    """Return the shares lost and excluded, and the milliseconds, of each operation.
 
     Raises:
         JobError: the program fails.
@@ -58,8 +58,8 @@ def play(made: Path, seed: int, words: Sequence[object]) -> list[tuple[float, fl
     return [(float(lost), float(excluded), float(took)) for lost, excluded, took, _ in rows]
 
 
-def told(rows: Sequence[tuple[float, float, float]]) -> str:
-    """Lost, excluded, median and 99th percentile."""
+def format_result(rows: Sequence[tuple[float, float, float]]) -> str:
+    """Format lost, excluded, median and 99th percentile."""
     lost, excluded, took = (list(column) for column in zip(*rows, strict=True))
     last = sorted(took)[min(len(took) - 1, int(0.99 * len(took)))]
     shares = " % ".join(f"{100 * statistics.mean(of):.2f}" for of in (lost, excluded))
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--skip", type=int, default=10, help="the first, %(default)s")
     parser.add_argument("--seeds", type=int, default=2, help="%(default)s")
     options = parser.parse_args(argv)
-    made = build()
+    made = build_program()
     print("| network | ranks | ideal | runs | lost, excluded, median and 99 % |\n|" + "---|" * 5)
     for network in options.networks.split(","):
         rate, queue = map(float, network.split(":"))
@@ -90,12 +90,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows = [
                     row
                     for seed in range(options.seeds)
-                    for row in play(made, seed, words)[options.skip :]
+                    for row in run_simulation(made, seed, words)[options.skip :]
                 ]
                 where = f"{rate:g} Mbit/s, {queue:g} KB | {ranks} | {ideal:.1f} ms"
-                print(f"| {where} | {name} | {told(rows)} |", flush=True)
+                print(f"| {where} | {name} | {format_result(rows)} |", flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(guard(main))
+    sys.exit(run_command(main))

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""How soon every rank of fsccl knows who has died: ranks killed in the middle of operations.
+"""Measure how soon every rank of fsccl detects a killed rank in the middle of an operation.
 
     tools/comm/kills.py --kills 5 --clusters 4 2,2 1,1,1,1 --json docs/results/fsccl-kills.json
 
-Four ranks on this host repeat an operation until one of them gets SIGKILL, at a random moment, and
-every other has raised. Clusters are as in FSCCL_CLUSTERS: what is between them goes by TCP over the
-loopback. Printed are, for each operation and shape, the time until the last rank knew, median and
-longest over the kills, and how many kills not all ranks named rightly.
+Four ranks on this host repeat an operation until one of them receives SIGKILL at a random
+moment, and every other has raised an error. Clusters are as in FSCCL_CLUSTERS: traffic between
+them uses TCP over the loopback. The output has, for each operation and shape, the median and
+longest time until the last rank raised, and the number of kills that not all ranks named
+correctly.
 
-Exits with 4 where a rank was named wrongly, or not within ``--limit`` seconds.
+Exits with 4 if a rank was named wrongly, or not within ``--limit`` seconds.
 """
 
 from __future__ import annotations
@@ -27,24 +28,21 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-PROJECT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(PROJECT), str(Path(__file__).resolve().parent)]
+import children
+import torch
+import torch.distributed as dist
 
-import children  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
-import flagscale.comm.fsccl  # noqa: E402
+import flagscale.comm.fsccl
 
 RANKS = 4
 SHAPES = ("4", "2,2", "1,1,1,1")
 SLOW = 4
-"""The exit code of a bar that was missed."""
+"""Exit code if a limit was exceeded."""
 COUNT = 1 << 18
 
 
 def _operations() -> dict[str, Callable[[], object]]:
-    """What ranks repeat. Tensors are of 1 MiB, or of a few bytes."""
+    """Return the operations that ranks repeat. Tensors are of 1 MiB, or of a few bytes."""
     ranks, me = dist.get_world_size(), dist.get_rank()
     large, small = torch.ones(COUNT), torch.ones(4)
     whole, part = torch.ones(COUNT), torch.ones(COUNT // ranks)
@@ -83,7 +81,7 @@ OPERATIONS = (
 
 @dataclass(frozen=True)
 class Kill:
-    """One of them: what the others said, and how many seconds after it by rank."""
+    """One kill: the errors of the other ranks, and the seconds until each was raised, by rank."""
 
     operation: str
     clusters: str
@@ -97,13 +95,13 @@ class Kill:
 
     @property
     def named(self) -> bool:
-        """Whether every other rank has named it."""
+        """Return whether every other rank named the killed one."""
         words = f": rank {self.killed} ["
         return len(self.said) == RANKS - 1 and all(words in said for said in self.said.values())
 
 
-def _live(operation: str, _: int, out: int) -> None:
-    """What a rank does: it says when it has begun, and when and with what it has ended."""
+def _run_rank(operation: str, _: int, out: int) -> None:
+    """Run a rank: report its start, and its end with the error."""
     operate = _operations()[operation]
     error = ""
     try:
@@ -119,29 +117,29 @@ def _live(operation: str, _: int, out: int) -> None:
 
 
 def kill_one(operation: str, clusters: str, killed: int, after: float) -> Kill:
-    """Have one rank killed ``after`` seconds. The process must not have called torch before."""
+    """Kill one rank after ``after`` seconds. The process must not have called torch before."""
     keeper, port = children.start_store()
     started = [keeper]
     try:
-        ranks = children.start_ranks(RANKS, port, clusters, partial(_live, operation))
+        ranks = children.start_ranks(RANKS, port, clusters, partial(_run_rank, operation))
         started += ranks
         for rank in ranks:
-            if rank.words.readline() != "begun\n":
+            if rank.output.readline() != "begun\n":
                 raise RuntimeError(f"{operation} of {clusters}: a rank did not begin")
         time.sleep(after)
         at = time.time()
         os.kill(ranks[killed].pid, signal.SIGKILL)
         others = [rank for rank in range(RANKS) if rank != killed]
-        ends = {rank: json.loads(ranks[rank].words.readline()) for rank in others}
+        ends = {rank: json.loads(ranks[rank].output.readline()) for rank in others}
         seconds = {rank: round(end["at"] - at, 4) for rank, end in ends.items()}
         said = {rank: end["said"] for rank, end in ends.items()}
         return Kill(operation, clusters, killed, seconds, said)
     finally:
-        children.end(started)
+        children.kill_children(started)
 
 
-def kills(arguments: argparse.Namespace) -> Iterator[Kill]:
-    """All that are asked for, one after the other."""
+def run_kills(arguments: argparse.Namespace) -> Iterator[Kill]:
+    """Run all requested kills, one after the other."""
     chance = random.Random(arguments.seed)
     for clusters in arguments.clusters:
         for operation in arguments.operations:
@@ -163,7 +161,7 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=FutureWarning)  # names of torch.distributed
     flagscale.comm.fsccl.load_extension()  # compiled before ranks are started
     done: list[Kill] = []
-    for one in kills(arguments):
+    for one in run_kills(arguments):
         done.append(one)
         if not one.named:
             print(f"{one.operation} of {one.clusters}, rank {one.killed} killed:", one.said)

@@ -9,29 +9,34 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from flagscale.bench.files import read_object
-from flagscale.cli_errors import guard
-from flagscale.comm.fsccl.tune import Timing, best
-from flagscale.report.figure import Line, require_image, write_panels
+from flagscale.cli_errors import run_command
+from flagscale.comm.fsccl.tune import KernelTiming, pair_with_baseline
+from flagscale.report.figure import PanelLine, require_image, write_panels
 
 _DESCRIPTION = "Draw the times of NCCL and of fsccl's NVLink engine over the size of messages."
 _LINES = (("ordinary", "fsccl", "-"), ("registered", "fsccl, registered buffers", "--"))
 
 
-def write(report: Mapping[str, Any], path: Path) -> None:
-    """A panel for each collective, into an ``.svg`` or ``.png``; raises as
-    :func:`.figure.write_panels` does."""
-    timings = [Timing(**row) for row in report.get("timings", [])]
+def write_figure(report: Mapping[str, Any], path: Path) -> None:
+    """Write a figure with a panel for each collective to an ``.svg`` or ``.png``. Raises the
+    errors of :func:`.figure.write_panels`.
+    """
+    timings = [KernelTiming(**row) for row in report.get("timings", [])]
     panels = {}
     for collective in dict.fromkeys(t.collective for t in timings):
         own = [t for t in timings if t.collective == collective]
-        nccl = {size: other.microseconds for (_, size), (_, other) in best(own, "ordinary").items()}
-        lines = [Line("NCCL", nccl, "gray")]
+        nccl = {
+            size: other.microseconds
+            for (_, size), (_, other) in pair_with_baseline(own, "ordinary").items()
+        }
+        lines = [PanelLine("NCCL", nccl, "gray")]
         for memory, label, style in _LINES:
-            ours = {size: t.microseconds for (_, size), (t, _) in best(own, memory).items()}
-            lines += [Line(label, ours, "C0", style)] if ours else []
+            ours = {
+                size: t.microseconds
+                for (_, size), (t, _) in pair_with_baseline(own, memory).items()
+            }
+            lines += [PanelLine(label, ours, "C0", style)] if ours else []
         panels[collective] = lines
     about = f"{report.get('gpu')}, NCCL {report.get('nccl')}, CUDA graphs"
     title = f"{report.get('ranks')} ranks, {about}"
@@ -39,7 +44,7 @@ def write(report: Mapping[str, Any], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw a report; the exit code."""
+    """Draw a report, and return the exit code."""
     parser = argparse.ArgumentParser(prog="nvlink_plot.py", description=_DESCRIPTION)
     parser.add_argument("report", type=Path, help="what nvlink_check or comm tune wrote by --json")
     parser.add_argument("figure", type=Path, help="an .svg or .png")
@@ -48,10 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def drawn() -> int:
         require_image(given.figure)
         kept = "what nvlink_check keeps by --json"
-        write(read_object(given.report, str(given.report), kept), given.figure)
+        write_figure(read_object(given.report, str(given.report), kept), given.figure)
         return 0
 
-    return guard(drawn)
+    return run_command(drawn)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What the benchmark adds to an operation: its own loop and a bare loop, by turns.
+"""Measure the overhead of the benchmark's loop over a bare loop, by turns.
 
   tools/comm/overhead.py [--ranks 2] [--bytes 1024] [--rounds 400] [--iters 50]
 
-Two loops of `dist.all_reduce` over gloo, one by the benchmark's timing and one that only calls
-it, run by turns on the same tensor and group. Prints the ratio of their times an iteration with
-its 95 % interval, and exits with 1 when the whole interval lies above the limit of 3 %.
+Two loops of `dist.all_reduce` over gloo, one timed by the benchmark and one without anything
+else, run by turns on the same tensor and group. Prints the ratio of their times per iteration
+with its 95 % interval, and exits with 1 if the whole interval lies above the limit of 3 %.
 """
 
 from __future__ import annotations
@@ -19,25 +19,23 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from flagscale.accelerators.device import Device
 from flagscale.bench.collectives.cli import read_specs
-from flagscale.bench.collectives.collective_calls import Shape, assemble, build
+from flagscale.bench.collectives.collective_calls import Shape, build_body, build_part
 from flagscale.bench.collectives.devices import RankGroup
 from flagscale.bench.collectives.spec import BenchSpec
 from flagscale.bench.collectives.timing import measure
-from flagscale.sample_statistics import median_ratio
+from flagscale.bench.statistics import median_ratio
 
 LIMIT = 1.03
 
 
 def _baseline(tensor: torch.Tensor, iterations: int) -> float:
-    """Microseconds an iteration of a loop without anything else."""
+    """Return the microseconds per iteration of a bare loop."""
     dist.barrier()
     begin = time.perf_counter_ns()
     for _ in range(iterations):
@@ -46,7 +44,7 @@ def _baseline(tensor: torch.Tensor, iterations: int) -> float:
 
 
 def _added(device: Device, spec: BenchSpec) -> float:
-    """Microseconds an iteration of the benchmark's loop around a function that does nothing."""
+    """Return the microseconds per iteration of the benchmark's loop around an empty function."""
     steps = [lambda: None] * 10_000
     spec = replace(spec, iterations=replace(spec.iterations, measured=len(steps)))
     turns = [measure(steps, [], device, spec, [], lambda: None) for _ in range(20)]
@@ -60,14 +58,14 @@ def _rank(rank: int, options: argparse.Namespace, store: str) -> None:
     )
     line = ["all_reduce", "-d", "fp32", "-n", str(options.iters), "-w", "0"]
     (spec,) = read_specs(line)
-    case, device = next(spec.cases(options.ranks)), Device.of(torch.device("cpu"))
+    case, device = next(spec.cases(options.ranks)), Device.from_torch(torch.device("cpu"))
     world = dist.group.WORLD
     if world is None:
         raise RuntimeError("there is no default group")
     group = RankGroup("gloo", tuple(range(options.ranks)), rank, world)
     elements = options.bytes // 4
-    part = build(case, Shape(elements, elements, elements), group, device)
-    steps = [assemble((part,), device, group, "all_reduce").step] * options.iters
+    part = build_part(case, Shape(elements, elements, elements), group, device)
+    steps = [build_body((part,), device, group, "all_reduce").step] * options.iters
     ours: list[float] = []
     baseline: list[float] = []
     _baseline(part.output, options.iters)
@@ -94,7 +92,7 @@ def _rank(rank: int, options: argparse.Namespace, store: str) -> None:
 
 
 def main() -> int:
-    """Measure; the exit code."""
+    """Measure, and return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

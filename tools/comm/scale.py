@@ -1,14 +1,14 @@
-"""What a group of many ranks costs until the end of its first operation, as ranks are more.
+"""Measure the cost of a group up to its first operation as a function of the number of ranks.
 
-Ranks are threads of one process, each of which its group takes for a host of its own: they meet in
-a store that counts, and go through a barrier over sockets. The program is the one of the tests
-(tests/unit/fsccl/core/scale_test.cpp), optimised. A model is fitted to all counts but those of the
-most ranks, for which it says what they should be; fitted to all, it tells of --beyond, for which a
-process may have too few descriptors. There the ranks meet and do no more, which the store counts.
+Ranks are threads of one process, each a host of its own for its group. They meet in a store that
+counts its operations, and run a barrier over sockets. The program is that of the tests
+(tests/unit/fsccl/core/scale_test.cpp), optimised. A model is fitted to all numbers of ranks
+except the largest, whose costs it predicts. Fitted to all, it predicts those of --beyond ranks,
+for which a process may have too few descriptors: there the ranks only meet, which the store
+counts.
 
-    store operations, bytes   a N + b
-    sockets                   a N log2 N + b
-    seconds                   a N log2 N + b
+    store operations, bytes   a N + b sockets                   a N log2 N + b seconds
+    a N log2 N + b
 
     python tools/comm/scale.py --output docs/results/fsccl-scale-cpu.json
 """
@@ -26,26 +26,24 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from flagscale.bench import machine
-from flagscale.cli_errors import guard
+from flagscale.cli_errors import run_command
 from flagscale.errors import ConfigError, JobError
 
 PROJECT = Path(__file__).resolve().parents[2]
 TESTS = PROJECT / "tests" / "unit" / "fsccl" / "core"
 CORE = PROJECT / "flagscale" / "comm" / "fsccl" / "csrc" / "core"
 COUNTS = ("sets", "adds", "gets", "store_bytes", "sockets", "threads", "seconds")
-"""What the program prints; threads are those beside the ranks'."""
+"""Values that the program prints; threads do not include those of the ranks."""
 
 
 def linear(ranks: float) -> float:
-    """Grows as the ranks do."""
+    """Return a growth proportional to the ranks."""
     return ranks
 
 
 def log_linear(ranks: float) -> float:
-    """Grows as a tree or a butterfly of the ranks has edges."""
+    """Return a growth proportional to the edges of a tree or butterfly of the ranks."""
     return ranks * math.log2(ranks)
 
 
@@ -57,10 +55,10 @@ GROWTH: Mapping[str, Callable[[float], float]] = {
 }
 
 
-def build() -> Path:
-    """The program."""
+def build_program() -> Path:
+    """Compile the program, and return its path."""
     sys.path.insert(0, str(PROJECT / "tests"))
-    compiled = importlib.import_module("compiled")
+    compiled = importlib.import_module("support.compiled")
     reads = [*CORE.iterdir(), *CORE.with_name("datagram").iterdir(), *TESTS.glob("*.h")]
     sources = [TESTS / "scale_test.cpp", CORE / "core.cpp"]
     made: Path = compiled.program("fast", sources, include=CORE, reads=reads)
@@ -68,7 +66,7 @@ def build() -> Path:
 
 
 def measure(made: Path, ranks: int, rounds: int) -> dict[str, Any]:
-    """Medians of so many rounds.
+    """Return medians over the rounds.
 
     Raises:
         JobError: the program fails.
@@ -86,10 +84,12 @@ def measure(made: Path, ranks: int, rounds: int) -> dict[str, Any]:
     return {"ranks": ranks, **whole}
 
 
-def fit(
+def fit_growth(
     rows: Sequence[Mapping[str, Any]], name: str, growth: Callable[[float], float]
 ) -> Callable[[float], float]:
-    """Least squares of ``name`` over ``growth`` of the ranks, relative to what was measured."""
+    """Return the least-squares fit of ``name`` over ``growth`` of the ranks, relative to the
+    measurements.
+    """
     points = [(growth(row["ranks"]), row[name]) for row in rows]
     weights = [1 / value**2 for _, value in points]
     total = sum(weights)
@@ -100,13 +100,14 @@ def fit(
     return lambda ranks: y + slope * (growth(ranks) - x)
 
 
-def expected(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """For each that grows: how far measured points are from the model at most, what it says of the
-    most ranks, of which it does not know, and how far that is from what was measured."""
+def predict_largest(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return, for each growing value, the largest deviation of the fitted points, the prediction
+    for the largest number of ranks, and its deviation from the measurement.
+    """
     *known, last = rows
     made = {}
     for name, growth in GROWTH.items():
-        model = fit(known, name, growth)
+        model = fit_growth(known, name, growth)
         errors = [float(model(row["ranks"]) / row[name] - 1) for row in known]
         said = model(last["ranks"])
         made[name] = {
@@ -117,9 +118,13 @@ def expected(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     return made
 
 
-def beyond(rows: Sequence[Mapping[str, Any]], made: Path, ranks: int) -> dict[str, Any]:
-    """What the model of all ``rows`` says of more ranks, and what the store counts of them."""
-    said = {name: round(fit(rows, name, growth)(ranks), 3) for name, growth in GROWTH.items()}
+def predict_beyond(rows: Sequence[Mapping[str, Any]], made: Path, ranks: int) -> dict[str, Any]:
+    """Return the predictions of the model of all ``rows`` for more ranks, and the store's counts
+    for them.
+    """
+    said = {
+        name: round(fit_growth(rows, name, growth)(ranks), 3) for name, growth in GROWTH.items()
+    }
     command = [str(made), "meet", str(ranks)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -145,12 +150,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts = [int(word) for word in options.ranks.split(",")]
     if len(counts) < 4 or counts != sorted({*counts}) or counts[0] < 2:
         raise ConfigError("--ranks: four numbers or more, growing, from 2 on")
-    facts, made, rows = machine.facts(), build(), []
+    facts, made, rows = machine.describe_machine(), build_program(), []
     for ranks in counts:
         rows.append(measure(made, ranks, options.rounds))
         print(" ".join(f"{name} {value:,}" for name, value in rows[-1].items()), flush=True)
-    more = beyond(rows, made, options.beyond)
-    record = {**facts, "rows": rows, "model": expected(rows), "beyond": more}
+    more = predict_beyond(rows, made, options.beyond)
+    record = {**facts, "rows": rows, "model": predict_largest(rows), "beyond": more}
     print(json.dumps(more))
     for name, told in record["model"].items():
         print(f"{name}: {json.dumps(told)}")
@@ -160,4 +165,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guard(main))
+    sys.exit(run_command(main))

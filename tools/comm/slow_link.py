@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""All-reduce over two hosts whose link is slow: fsccl, gloo, and the link itself, by turns.
+"""Compare all_reduces of fsccl and gloo over two hosts with a slow link, and with the link
+itself.
 
     tools/comm/slow_link.py --rate 1gbit --sizes 4m,16m,64m --output docs/results/slow_link.json
 
 The hosts are namespaces of this machine (tests/bed: needs root) with a token bucket on both ends
 of the cable between them, and run two ranks each. In every round each backend reduces the same
-tensor once, and two bare TCP connections carry its bytes across in both directions at once: that
-is what the link gives, and no algorithm needs fewer bytes. Times are those of the slowest rank;
-ratios are taken in every round, so that a busy moment meets both sides; of both the median is
-printed. Every result is checked.
+tensor once, and two bare TCP connections carry its bytes in both directions at the same time:
+this is the capacity of the link, and no algorithm needs fewer bytes. Times are those of the
+slowest rank. Ratios are taken in every round, so that temporary load affects both sides, and the
+medians are printed. Every result is checked.
 
-Exits with 4 where, from 16 MiB on, fsccl takes the link at less than 95 % of what the bare
-connections get, or is less than 1.4 times as fast as gloo.
+Exits with 4 if, from 16 MiB on, fsccl reaches less than 95 % of the bare connections' rate, or
+is less than 1.4 times as fast as gloo.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(PROJECT), str(PROJECT / "tests")]
+sys.path.insert(0, str(PROJECT / "tests"))
 
 RANKS = 4  # two on each host
 STORE, BARE = 29500, 29501  # ports on the first host
@@ -43,8 +44,8 @@ LINK_SHARE, OVER_GLOO, FROM_BYTES = 0.95, 1.4, 16 << 20
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What every rank measures. ``address`` is the first host's."""
+class LinkPlan:
+    """Plan of every rank. ``address`` is the first host's."""
 
     address: str
     sizes: tuple[int, ...]
@@ -52,7 +53,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Row:
+class LinkRow:
     """Medians over rounds at one size: milliseconds, and ratios of times of one round."""
 
     bytes: int
@@ -68,8 +69,8 @@ class Row:
         return self.bytes >= FROM_BYTES and late
 
 
-class Bare:
-    """A TCP connection each way between the hosts' first ranks, and nothing else."""
+class BareConnections:
+    """A TCP connection in each direction between the hosts' first ranks."""
 
     def __init__(self, rank: int, address: str) -> None:
         import torch.distributed as dist
@@ -99,8 +100,8 @@ class Bare:
         sender.join()
 
 
-def measure(rank: int, plan: Plan) -> list[Row]:
-    """The life of a rank."""
+def measure_as_rank(rank: int, plan: LinkPlan) -> list[LinkRow]:
+    """Run a rank."""
     import torch
     import torch.distributed as dist
 
@@ -115,7 +116,7 @@ def measure(rank: int, plan: Plan) -> list[Row]:
         timeout=timedelta(minutes=2),
     )
     groups = {name: dist.new_group(backend=name) for name in BACKENDS}
-    bare = Bare(rank, plan.address)
+    bare = BareConnections(rank, plan.address)
     rows = []
     for size in plan.sizes:
         x = torch.empty(size // 4)
@@ -137,20 +138,20 @@ def measure(rank: int, plan: Plan) -> list[Row]:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         fsccl, gloo, link = slowest
         medians = torch.stack([*(1e3 * slowest), link / fsccl, gloo / fsccl]).median(1).values
-        rows.append(Row(size, *medians.tolist()))
+        rows.append(LinkRow(size, *medians.tolist()))
     dist.barrier()
     dist.destroy_process_group()
     return rows
 
 
-def on_bed(rate: str, sizes: tuple[int, ...], rounds: int) -> list[Row]:
-    """Start the ranks on two hosts and read what the first one found."""
+def on_bed(rate: str, sizes: tuple[int, ...], rounds: int) -> list[LinkRow]:
+    """Start the ranks on two hosts, and read the first one's result."""
     from bed.lab import Bed  # type: ignore[import-not-found]
 
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         bed = stack.enter_context(Bed.open(Path(directory) / "bed", 2))
         bed[1].shape(rate, burst="128kb")
-        plan = json.dumps(asdict(Plan(bed[0].address, sizes, rounds)))
+        plan = json.dumps(asdict(LinkPlan(bed[0].address, sizes, rounds)))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
         ranks = []
         for rank in range(RANKS):
@@ -162,14 +163,14 @@ def on_bed(rate: str, sizes: tuple[int, ...], rounds: int) -> list[Row]:
         answers = [process.communicate()[0] for process in ranks]
         if any(process.returncode for process in ranks):
             raise SystemExit("a rank failed: see above")
-    return [Row(**row) for row in json.loads(answers[0])]
+    return [LinkRow(**row) for row in json.loads(answers[0])]
 
 
-def report(rows: Sequence[Row], options: argparse.Namespace) -> dict[str, Any]:
-    from flagscale.bench.machine import facts
+def report(rows: Sequence[LinkRow], options: argparse.Namespace) -> dict[str, Any]:
+    from flagscale.bench.machine import describe_machine
 
     return {
-        **facts("flagscale", "torch"),
+        **describe_machine("flagscale", "torch"),
         "method": f"all_reduce of float32, 2+2 ranks, token bucket of {options.rate} on both ends "
         f"of the cable; slowest rank, medians of {options.rounds} rounds; link: the same bytes by "
         "a bare TCP connection each way at once; ratios are taken round by round",
@@ -198,8 +199,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     if options.rank is not None:
-        plan = Plan(**json.loads(options.plan))
-        print(json.dumps([asdict(row) for row in measure(options.rank, plan)]))
+        plan = LinkPlan(**json.loads(options.plan))
+        print(json.dumps([asdict(row) for row in measure_as_rank(options.rank, plan)]))
         return 0
     rows = on_bed(options.rate, options.sizes, options.rounds)
     print(

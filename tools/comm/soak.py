@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""fsccl for hours: groups made and destroyed, random operations, killed ranks.
+"""Soak test of fsccl: groups created and destroyed, random operations, killed ranks.
 
-    tools/comm/soak.py --seconds 3600 --json soak.json
-    tools/comm/soak.py --seed 7 --first 12 --rounds 1      # a round that failed, once more
+    tools/comm/soak.py --seconds 3600 --json soak.json tools/comm/soak.py --seed 7 --first 12
+    --rounds 1      # repeat one round
 
-In each round four ranks of this host, forked, join in clusters of a drawn shape; what is between
-clusters goes by TCP over the loopback. All draw the same operations, types, sizes, roots and groups
-from one seed, several under way at a time, and look at every result, for it is known what it must
-be. In some rounds one of them gets SIGKILL at a drawn moment, and every other has to name it.
+In each round four forked ranks of this host join in clusters of a random shape; traffic between
+clusters uses TCP over the loopback. All ranks draw the same operations, types, sizes, roots and
+groups from one seed, with several in progress at a time, and check every result. In some rounds
+one rank receives SIGKILL at a random moment, and every other must name it.
 
-What a rank has of threads, descriptors and memory when its groups are gone must not grow with how
-many there were.
+A rank's threads, descriptors and memory after its groups are destroyed must not grow with their
+number.
 
-Exits with 1 where anything was wrong; the line tells the seed and the round.
+Exits with 1 if anything was wrong; the line has the seed and the round.
 """
 
 from __future__ import annotations
@@ -32,35 +32,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-PROJECT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(PROJECT), str(Path(__file__).resolve().parent)]
+import children
+import psutil
+import torch
+import torch.distributed as dist
+from soak_steps import DTYPES, KINDS, Check, Step
 
-import children  # noqa: E402
-import psutil  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from soak_steps import DTYPES, KINDS, Check, Step  # noqa: E402
-
-import flagscale.comm.fsccl  # noqa: E402
-from flagscale.bench.machine import facts  # noqa: E402
+import flagscale.comm.fsccl
+from flagscale.bench.machine import describe_machine
 
 RANKS = 4
 SHAPES = ("4", "2,2", "1,1,1,1", "3,1")
 LIVE = 6
-"""Groups that a rank keeps beside the world, at most."""
+"""Largest number of groups that a rank keeps in addition to the world."""
 MOST = 18
-"""Elements of an operation, as a power of two."""
+"""Largest number of elements of an operation, as a power of two."""
 SPARE = {"threads": LIVE + 2, "descriptors": 16, "MiB": 256.0}
-"""By how much a rank may have grown though its groups are gone: workers that wait for the next one,
-connections of the world that were not needed before, and what malloc keeps."""
+"""Accepted growth of a rank after its groups are destroyed: idle workers, connections of the
+world that were not needed before, and memory that malloc keeps.
+"""
 
 
 # -- what ranks do ---------------------------------------------------------------------------------
 
 
 @dataclass
-class Life:
-    """A rank's operations in groups that come and go."""
+class RankActivity:
+    """Operations of a rank in groups that are created and destroyed."""
 
     rank: int
     chance: random.Random
@@ -72,7 +70,7 @@ class Life:
     under_way: list[Check] = field(default_factory=list)
 
     def step(self) -> None:
-        """The next thing, which all ranks of the world draw alike."""
+        """Run the next action, which all ranks of the world draw alike."""
         what = self.chance.random()
         if what < 0.1 and len(self.groups) < LIVE and self.makes_groups:
             return self.make_group()
@@ -89,10 +87,10 @@ class Life:
         me, number = members.index(self.rank), self.counts["operations"]
         self.under_way.append(kind(Step(group, members, me, number, own), count, dtype))
         if not together or len(self.under_way) > 8:
-            self.settle()
+            self.finish_operations()
         return None
 
-    def settle(self) -> None:
+    def finish_operations(self) -> None:
         for check in self.under_way:
             check()
         self.under_way.clear()
@@ -101,50 +99,50 @@ class Life:
         world = dist.get_world_size()
         size = world if self.everyone else self.chance.randint(2, world)
         members = sorted(self.chance.sample(range(world), size))
-        self.settle()
+        self.finish_operations()
         made = dist.new_group(members, backend="fsccl", timeout=children.TIMEOUT)
         self.groups.append((made, members))
         self.counts["groups"] += 1
 
     def destroy(self, which: int) -> None:
         group, members = self.groups.pop(which)
-        self.settle()
+        self.finish_operations()
         if self.rank in members:
             dist.destroy_process_group(group)
 
     def leave(self) -> None:
         while self.groups:
             self.destroy(0)
-        self.settle()
+        self.finish_operations()
 
 
-def resources() -> dict[str, float]:
-    """Threads, descriptors and MiB of memory of this process."""
+def measure_resources() -> dict[str, float]:
+    """Return threads, descriptors and MiB of memory of this process."""
     me = psutil.Process()
     memory = me.memory_info().rss / 2**20
     return {"threads": me.num_threads(), "descriptors": me.num_fds(), "MiB": memory}
 
 
-def live(seed: str, seconds: float, everyone: bool, rank: int, out: int) -> None:
-    """A rank's round: what it found goes out as a line of JSON."""
-    life = Life(rank, random.Random(seed), everyone)
+def run_rank(seed: str, seconds: float, everyone: bool, rank: int, out: int) -> None:
+    """Run a rank's round, and write its result as a line of JSON."""
+    life = RankActivity(rank, random.Random(seed), everyone)
     said, wrong, before = "", "", {}
     try:
         for _ in range(40):  # whatever is made once
             life.step()
-        life.settle()
+        life.finish_operations()
         if everyone:
             life.makes_groups = False  # torch waits for all in a store, and cannot know who is dead
         else:
             life.leave()
-        before = resources()
+        before = measure_resources()
         os.write(out, b"begun\n")
         end = time.monotonic() + seconds
         over = torch.zeros(1)
         while not over.item():
             for _ in range(25):
                 life.step()
-            life.settle()
+            life.finish_operations()
             over.fill_(float(time.monotonic() > end))
             dist.all_reduce(over, op=dist.ReduceOp.MAX)
         life.leave()
@@ -154,7 +152,7 @@ def live(seed: str, seconds: float, everyone: bool, rank: int, out: int) -> None
     except RuntimeError as error:
         said = str(error)
     told = {"at": time.time(), "said": said, "wrong": wrong, "counts": life.counts}
-    told |= {"before": before, "after": resources()}
+    told |= {"before": before, "after": measure_resources()}
     os.write(out, (json.dumps(told) + "\n").encode())
     signal.pause()  # leaving would be told to those who have yet to learn of a death
 
@@ -163,8 +161,8 @@ def live(seed: str, seconds: float, everyone: bool, rank: int, out: int) -> None
 
 
 @dataclass(frozen=True)
-class Round:
-    """What was drawn, and what came of it."""
+class SoakRound:
+    """Parameters and outcome of a round."""
 
     number: int
     clusters: str
@@ -177,8 +175,8 @@ class Round:
     wrong: list[str]
 
 
-def play(number: int, options: argparse.Namespace) -> Round:
-    """One round, all of it drawn from the seed and its number."""
+def run_round(number: int, options: argparse.Namespace) -> SoakRound:
+    """Run one round, determined by the seed and its number."""
     seed = f"{options.seed}-{number}"
     chance = random.Random(seed)
     clusters = chance.choice(SHAPES)
@@ -187,25 +185,25 @@ def play(number: int, options: argparse.Namespace) -> Round:
     keeper, port = children.start_store()
     started = [keeper]
     try:
-        life = partial(live, seed, options.round, killed is not None)
+        life = partial(run_rank, seed, options.round, killed is not None)
         ranks = children.start_ranks(RANKS, port, clusters, life)
         started += ranks
-        begun = [rank.words.readline() == "begun\n" for rank in ranks]
+        begun = [rank.output.readline() == "begun\n" for rank in ranks]
         at = 0.0
         if killed is not None and all(begun):
             time.sleep(after)
             at = time.time()
             os.kill(ranks[killed].pid, signal.SIGKILL)
-        lines = {r: rank.words.readline() for r, rank in enumerate(ranks) if r != killed}
+        lines = {r: rank.output.readline() for r, rank in enumerate(ranks) if r != killed}
     finally:
-        children.end(started)
+        children.kill_children(started)
     told = {rank: json.loads(line) for rank, line in lines.items() if line}
     wrong = [f"rank {rank} ended without a word" for rank in lines if rank not in told]
-    wrong += list(problems(told, killed))
+    wrong += list(list_problems(told, killed))
     last = max((one["at"] - at for one in told.values() if one["said"]), default=None)
     counts: dict[str, int] = next(iter(told.values()))["counts"] if told else {}
     grown = [one["after"]["MiB"] - one["before"]["MiB"] for one in told.values() if one["before"]]
-    return Round(
+    return SoakRound(
         number,
         clusters,
         killed,
@@ -217,8 +215,8 @@ def play(number: int, options: argparse.Namespace) -> Round:
     )
 
 
-def problems(told: dict[int, dict[str, Any]], killed: int | None) -> Iterator[str]:
-    """What was not as it should be."""
+def list_problems(told: dict[int, dict[str, Any]], killed: int | None) -> Iterator[str]:
+    """Return what was wrong."""
     for rank, one in told.items():
         if one["wrong"]:
             yield f"rank {rank}, {one['wrong']}"
@@ -237,13 +235,13 @@ def problems(told: dict[int, dict[str, Any]], killed: int | None) -> Iterator[st
                 yield f"rank {rank} has {has:.0f} {name}, had {had:.0f}"
 
 
-def rounds(options: argparse.Namespace) -> Iterator[Round]:
-    """One after the other until the time is over, or so many."""
+def run_rounds(options: argparse.Namespace) -> Iterator[SoakRound]:
+    """Yield rounds until the time is over, or their number is reached."""
     end = time.monotonic() + options.seconds
     number = options.first
     most = options.first + options.rounds if options.rounds else sys.maxsize
     while time.monotonic() < end and number < most:
-        yield play(number, options)
+        yield run_round(number, options)
         number += 1
 
 
@@ -261,9 +259,9 @@ def main() -> int:
     options = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)  # names of torch.distributed
     flagscale.comm.fsccl.load_extension()  # compiled before ranks are started
-    about = facts("flagscale", "torch")
-    done: list[Round] = []
-    for one in rounds(options):
+    about = describe_machine("flagscale", "torch")
+    done: list[SoakRound] = []
+    for one in run_rounds(options):
         done.append(one)
         end = f", rank {one.killed} killed" if one.killed is not None else ""
         took = f", named after {one.named_after:.2f} s" if one.named_after is not None else ""

@@ -1,4 +1,4 @@
-"""Random operations whose results are known: what ``soak.py`` has its ranks do."""
+"""Random operations with known results, for ``soak.py``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 @dataclass
 class Step:
-    """An operation of a group, the same to all its ranks; ``chance`` draws what is left to draw."""
+    """An operation of a group, the same on all its ranks; ``chance`` draws its remaining
+    parameters.
+    """
 
     group: Any
     members: list[int]
@@ -28,7 +30,7 @@ class Step:
         return len(self.members)
 
     def data(self, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """What that member gives: small whole numbers, whose sums every type holds."""
+        """Return a member's input: small integers, whose sums every type represents."""
         return ((torch.arange(count) * 3 + rank * 7 + self.number) % 16).to(dtype)
 
     def all_data(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -36,10 +38,10 @@ class Step:
 
 
 Check = Callable[[], None]
-"""Waits for what is under way, and looks at the result."""
+"""Function that waits for an operation, and checks its result."""
 
 
-def same(found: torch.Tensor, meant: torch.Tensor) -> None:
+def require_equal(found: torch.Tensor, meant: torch.Tensor) -> None:
     if not torch.equal(found, meant):
         raise AssertionError(f"wrong in {int((found != meant).sum())} of {meant.numel()} elements")
 
@@ -60,7 +62,7 @@ OPS = ((dist.ReduceOp.SUM, total), (dist.ReduceOp.MAX, largest), (dist.ReduceOp.
 
 
 def reductions(step: Step, count: int, dtype: torch.dtype) -> Check:
-    """all_reduce, reduce and reduce_scatter, of a sum or an extreme."""
+    """Run all_reduce, reduce or reduce_scatter, of a sum or an extreme."""
     kind = step.chance.choice(("all_reduce", "reduce", "reduce_scatter"))
     op, combine = step.chance.choice(OPS)
     root = step.chance.randrange(step.size)
@@ -68,28 +70,28 @@ def reductions(step: Step, count: int, dtype: torch.dtype) -> Check:
         given, out = step.data(step.me, count * step.size, dtype), torch.empty(count, dtype=dtype)
         work = dist.reduce_scatter_tensor(out, given, op=op, group=step.group, async_op=True)
         own = slice(step.me * count, (step.me + 1) * count)
-        return waited(work, out, lambda: combine(step.all_data(count * step.size, dtype))[own])
+        return check_after(work, out, lambda: combine(step.all_data(count * step.size, dtype))[own])
     out = step.data(step.me, count, dtype)
     if kind == "all_reduce":
         work = dist.all_reduce(out, op=op, group=step.group, async_op=True)
-        return waited(work, out, lambda: combine(step.all_data(count, dtype)))
+        return check_after(work, out, lambda: combine(step.all_data(count, dtype)))
     work = dist.reduce(out, step.members[root], op=op, group=step.group, async_op=True)
     known = step.me == root
-    return waited(work, out if known else None, lambda: combine(step.all_data(count, dtype)))
+    return check_after(work, out if known else None, lambda: combine(step.all_data(count, dtype)))
 
 
 def copies(step: Step, count: int, dtype: torch.dtype) -> Check:
-    """broadcast, all_gather, gather and scatter."""
+    """Run broadcast, all_gather, gather or scatter."""
     kind = step.chance.choice(("broadcast", "all_gather", "gather", "scatter"))
     root = step.chance.randrange(step.size)
     mine, at_root = step.data(step.me, count, dtype), step.me == root
     if kind == "broadcast":
         work = dist.broadcast(mine, step.members[root], group=step.group, async_op=True)
-        return waited(work, mine, lambda: step.data(root, count, dtype))
+        return check_after(work, mine, lambda: step.data(root, count, dtype))
     if kind == "all_gather":
         out = torch.empty(step.size * count, dtype=dtype)
         work = dist.all_gather_into_tensor(out, mine, group=step.group, async_op=True)
-        return waited(work, out, lambda: step.all_data(count, dtype).view(-1))
+        return check_after(work, out, lambda: step.all_data(count, dtype).view(-1))
     if kind == "gather":
         parts = [torch.empty(count, dtype=dtype) for _ in step.members] if at_root else None
         work = dist.gather(mine, parts, step.members[root], group=step.group, async_op=True)
@@ -97,18 +99,18 @@ def copies(step: Step, count: int, dtype: torch.dtype) -> Check:
         def gathered() -> None:
             work.wait()
             if parts is not None:
-                same(torch.stack(parts), step.all_data(count, dtype))
+                require_equal(torch.stack(parts), step.all_data(count, dtype))
 
         return gathered
     shares = list(step.data(root, count * step.size, dtype).view(step.size, count).unbind())
     out = torch.empty(count, dtype=dtype)
     given = shares if at_root else None
     work = dist.scatter(out, given, step.members[root], group=step.group, async_op=True)
-    return waited(work, out, lambda: shares[step.me])
+    return check_after(work, out, lambda: shares[step.me])
 
 
 def exchanges(step: Step, count: int, dtype: torch.dtype) -> Check:
-    """all_to_all with unlike parts, and messages around a ring."""
+    """Run all_to_all with unequal parts, or messages around a ring."""
     if step.chance.random() < 0.5:
         # To member j of i: a part of a length that both know.
         lengths = [[(i * 5 + j * 3 + step.number) % 4 * count for j in range(step.size)]
@@ -124,7 +126,7 @@ def exchanges(step: Step, count: int, dtype: torch.dtype) -> Check:
                 parts.append(step.data(i, sum(row), dtype)[begin : begin + row[step.me]])
             return torch.cat(parts)
 
-        return waited(work, out, meant)
+        return check_after(work, out, meant)
     back, ahead = (step.me - 1) % step.size, (step.me + 1) % step.size
     given, out = step.data(step.me, count, dtype), torch.empty(count, dtype=dtype)
     works = dist.batch_isend_irecv(
@@ -137,18 +139,20 @@ def exchanges(step: Step, count: int, dtype: torch.dtype) -> Check:
     def came() -> None:
         for work in works:
             work.wait()
-        same(out, step.data(back, count, dtype))
+        require_equal(out, step.data(back, count, dtype))
 
     return came
 
 
-def waited(work: Any, out: torch.Tensor | None, meant: Callable[[], torch.Tensor]) -> Check:
-    """A check of ``out`` once the work is done; None: nothing is said of it on this rank."""
+def check_after(work: Any, out: torch.Tensor | None, meant: Callable[[], torch.Tensor]) -> Check:
+    """Return a check of ``out`` once the work is done; None: the result is undefined on this
+    rank.
+    """
 
     def check() -> None:
         work.wait()
         if out is not None:
-            same(out, meant())
+            require_equal(out, meant())
 
     return check
 

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""all_reduce beside traffic, by several algorithms in turns: whose tail is how long?
+"""Compare the tail latency of all_reduce algorithms under traffic, by turns.
 
     tools/comm/tail_bed.py --queue 128kb --tail 3 --arms ring,transpose,bounded --rounds 600
-    tools/comm/tail_bed.py --rate none --sizes 16M --rounds 50      # how much a core can carry
+    tools/comm/tail_bed.py --rate none --sizes 16M --rounds 50      # load of one core
 
-The hosts are namespaces of this machine (tests/bed: needs root), one rank each, a token bucket with
-a queue of so many bytes before every one. `flagscale bench traffic` finds the tail there, or plays
-an environment that it has kept, and all algorithms run by turns beside it. What a rank calls one
-operation lasts from when the last rank begins it until the last has ended it: one clock serves all.
+The hosts are namespaces of this machine (tests/bed: needs root) with one rank each, and a token
+bucket with a queue of --queue bytes before every one. `flagscale bench traffic` calibrates the
+tail there, or plays a stored environment, and all algorithms run by turns meanwhile. An
+operation lasts from the moment when the last rank starts it until the last one has finished it;
+all ranks share one clock.
 
-Arms are FSCCL_ALGO's names, `bounded` (FSCCL_TAIL) and `gloo`.
+Arms are the names of FSCCL_ALGO, `bounded` (FSCCL_TAIL) and `gloo`.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(PROJECT), str(PROJECT / "tests")]
+sys.path.insert(0, str(PROJECT / "tests"))
 
 COUNTS = ("pieces", "excluded", "packets", "lost", "scaled", "repeated", "exact", "seconds_ready")
 WARM_UP = 12
-"""Operations of each arm that do not count; the first of them learn what the network carries."""
+"""Operations of each arm that do not count; the first of them learn the network's capacity."""
 
 
 # -- a rank ----------------------------------------------------------------------------------------
 
 
 def rank_main(order: dict[str, Any]) -> None:
-    """Carry out all rounds and print what they took as a line of JSON."""
+    """Run all rounds, and print their times as a line of JSON."""
     import torch
     import torch.distributed as dist
 
@@ -95,7 +96,7 @@ def _chosen(counts: dict[str, float]) -> dict[str, float]:
 
 
 def measure(bed: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What each rank has printed."""
+    """Return the output of each rank."""
     order = {"ranks": options.hosts, "arms": options.arms, "sizes": options.sizes}
     order["rounds"] = options.rounds
     environment = {"MASTER_ADDR": bed[0].address, "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
@@ -120,7 +121,7 @@ def measure(bed: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 @contextmanager
 def traffic(bed: Any, options: argparse.Namespace) -> Iterator[None]:
-    """Traffic with the wanted tail, or none."""
+    """Play traffic with the requested tail, or none."""
     if options.tail is None and options.replay is None:
         yield
         return
@@ -146,8 +147,8 @@ def traffic(bed: Any, options: argparse.Namespace) -> Iterator[None]:
 
 
 def summary(found: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Of each size and arm the percentiles, with ratios to the first arm."""
-    from flagscale.sample_statistics import median_ratio, percentile
+    """Return percentiles of each size and arm, with ratios to the first arm."""
+    from flagscale.bench.statistics import median_ratio, percentile
 
     rows = []
     for size in options.sizes:
@@ -173,10 +174,12 @@ def _durations(found: list[dict[str, Any]], size: int, arm: str) -> list[float]:
 
 
 def _tail_ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
-    """Of two p99, with a 95 % interval by the bootstrap over blocks of ten turns."""
+    """Return the ratio of two p99 with a 95 % interval by the bootstrap over blocks of ten
+    turns.
+    """
     import random
 
-    from flagscale.sample_statistics import percentile
+    from flagscale.bench.statistics import percentile
 
     draw = random.Random(0)
     blocks = [range(i, min(i + 10, len(above))) for i in range(0, len(above), 10)]
@@ -192,8 +195,8 @@ def _tail_ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, flo
 
 
 def _shares(counts: list[dict[str, float]]) -> dict[str, float]:
-    """Of the operations that were measured: what was excluded, on average and at most of 99."""
-    from flagscale.sample_statistics import percentile
+    """Return the mean and the 99th percentile of the excluded share of the measured operations."""
+    from flagscale.bench.statistics import percentile
 
     last, first = counts[-1], counts[0]
     grown = {name: last[name] - first[name] for name in COUNTS}
@@ -245,9 +248,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank_main(options.as_rank)
     from bed.lab import Bed  # type: ignore[import-not-found]
 
-    from flagscale.bench.machine import facts
+    from flagscale.bench.machine import describe_machine
 
-    about = facts("flagscale", "torch")
+    about = describe_machine("flagscale", "torch")
     with (
         tempfile.TemporaryDirectory() as directory,
         Bed.open(Path(directory) / "bed", options.hosts) as bed,

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Calibrate traffic on hosts whose cables are slow, and hold it: is the tail what was asked for?
+"""Calibrate traffic on hosts with slow cables, hold it, and check the tail.
 
     tools/comm/traffic_bed.py --rate 250mbit --queue 1mb --tails 1.5,3 --hold 600 --output FILE
 
-The hosts are namespaces of this machine (tests/bed: needs root). A token bucket with a queue of so
-many bytes stands before each, where a switch's port would be. `flagscale bench traffic` is run on
-them over SSH, as a user would: once a tail to calibrate, then for --hold seconds with looks at it.
+The hosts are namespaces of this machine (tests/bed: needs root). A token bucket with a queue of
+--queue bytes stands before each, in place of a switch's port. `flagscale bench traffic` is run
+on them over SSH, as a user would run it: once per tail to calibrate, then for --hold seconds
+with measurements.
 
-Exits with 4 where a tail was not reached in time, or all looks taken together while it was held are
-further off than a 15th.
+Exits with 4 if a tail was not reached in time, or if all measurements while it was held deviate
+by more than a 15th.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[2]
 SHARE = 1 / 15
-"""As `flagscale bench traffic` has it: 0.1 at 1.5, 0.2 at 3."""
-sys.path[:0] = [str(PROJECT), str(PROJECT / "tests")]
+"""Tolerance of `flagscale bench traffic`: 0.1 at 1.5, 0.2 at 3."""
+sys.path.insert(0, str(PROJECT / "tests"))
 
 
 def on_bed(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What the command wrote for each tail."""
+    """Return the command's results for each tail."""
     from bed.lab import Bed  # type: ignore[import-not-found]
 
     with (
@@ -58,8 +59,8 @@ def on_bed(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def report(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """Machine, method, and of each tail what was found and how it held."""
-    from flagscale.bench.machine import facts
+    """Return machine and method, and the calibration and hold of each tail."""
+    from flagscale.bench.machine import describe_machine
 
     tails = []
     for result in results:
@@ -81,7 +82,7 @@ def report(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> di
             }
         )
     return {
-        **facts("flagscale", "numpy"),
+        **describe_machine("flagscale", "numpy"),
         "method": f"{options.hosts} hosts as namespaces, a token bucket of {options.rate} with a "
         f"queue of {options.queue} before each; flows two by two; probe: "
         f"{options.probe}, {options.samples} samples a look",
@@ -90,7 +91,7 @@ def report(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> di
 
 
 def misses(tail: dict[str, Any]) -> bool:
-    """Whether a tail was not reached, or not held."""
+    """Return whether a tail was not reached, or not held."""
     held = tail["held"]
     return not tail["reached"] or abs(held["ratio"] / tail["target"] - 1) > SHARE
 

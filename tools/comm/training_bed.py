@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Train under calibrated tails on hosts whose cables are slow: which arm holds, and by how much?
+r"""Train under calibrated tails on hosts with slow cables, and compare the arms.
 
     tools/comm/training_bed.py --rate 250mbit --queue 128kb --tails 1.5,3 --output FILE -- \\
         --models gpt2,bert --arms ring,tree,transpose --steps 300 --report page.html
 
-The hosts are namespaces of this machine (tests/bed: needs root), with a second network that nothing
-is measured on. A token bucket with a queue of so many bytes stands before each on the first one.
-`flagscale bench traffic` finds each tail there and `flagscale bench training` trains under all of
-them, and under the last one's traffic on the second network. What follows `--` is training's. For a
-queue that drops a lot no traffic with a tail of 3 is found: --calibrate-queue finds it in another.
+The hosts are namespaces of this machine (tests/bed: needs root), with a second network that is
+not measured. A token bucket with a queue of --queue bytes stands before each on the first
+network. `flagscale bench traffic` calibrates each tail there, and `flagscale bench training`
+trains under all of them, and under the last one's traffic on the second network. Arguments after
+`--` are those of training. With a queue that drops many packets no traffic has a tail of 3:
+--calibrate-queue sets another queue for the calibration.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(PROJECT), str(PROJECT / "tests")]
+sys.path.insert(0, str(PROJECT / "tests"))
 
 
 def on_bed(options: argparse.Namespace, more: Sequence[str]) -> int:
-    """Calibrate each tail, then train; training's exit code."""
+    """Calibrate each tail, then train, and return training's exit code."""
     from bed.lab import Bed  # type: ignore[import-not-found]
 
     with (

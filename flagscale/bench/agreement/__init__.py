@@ -1,1 +1,1 @@
-"""Whether our figures are those that nccl-tests would print: both measured by turns, in one run."""
+"""Comparison of the benchmark's measurements with nccl-tests' definitions."""

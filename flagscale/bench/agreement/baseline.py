@@ -1,8 +1,8 @@
-"""The baseline: calls as nccl-tests makes them, and its loop around them.
+"""Baseline: calls as nccl-tests issues them, in its loop.
 
-The loop is that of nccl-tests' ``BenchTime``: warm up, meet at a barrier, issue all iterations,
-wait for the device, divide; with graphs, capture the iterations once and launch the graph many
-times. On a CPU the calls go to gloo's own object, below ``torch.distributed``.
+The loop is that of nccl-tests' ``BenchTime``: warm up, barrier, issue all iterations,
+synchronize the device, divide. With graphs the iterations are captured once and the graph is
+launched many times. On a CPU the calls use gloo's own object, below ``torch.distributed``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from flagscale.accelerators.device import Device
 from flagscale.bench.agreement import definitions
-from flagscale.bench.agreement.nccl import DATA_TYPES, SUM, Nccl
+from flagscale.bench.agreement.nccl import DATA_TYPES, SUM, NcclLibrary
 from flagscale.bench.collectives.operations import DataType
 
 Issue = Callable[[], None]
@@ -29,25 +29,28 @@ _ONE_CALL: dict[str, tuple[str, tuple[int, ...]]] = {
     "broadcast": ("ncclBroadcast", (ROOT,)),
     "reduce": ("ncclReduce", (SUM, ROOT)),
 }
-"""What NCCL has a function for, and what that takes between the type and the communicator."""
+"""Operations with a single NCCL function, and its arguments between the type and the
+communicator.
+"""
 
 
 class NcclBaseline:
-    """NCCL through ctypes, on a communicator of its own."""
+    """NCCL by ctypes, on a communicator of its own."""
 
     operations = definitions.OPERATIONS
 
-    def __init__(self, nccl: Nccl, identity: bytes, ranks: int, rank: int) -> None:
+    def __init__(self, nccl: NcclLibrary, identity: bytes, ranks: int, rank: int) -> None:
         self._nccl, self._ranks, self._rank = nccl, ranks, rank
-        self._handle: c_void_p = nccl.connect(identity, ranks, rank)
+        self._handle: c_void_p = nccl.init_communicator(identity, ranks, rank)
 
     def close(self) -> None:
-        self._nccl.function("ncclCommDestroy")(self._handle)
+        self._nccl.checked_function("ncclCommDestroy")(self._handle)
 
-    def calls(self, operation: str, size: int, type_: DataType) -> Callable[[], Issue]:
-        """Allocates buffers of ``size`` bytes. The result makes the call for the stream that is
-        current when it is asked."""
-        n = definitions.counts(operation, self._ranks, size, type_.bytes)
+    def create_calls(self, operation: str, size: int, type_: DataType) -> Callable[[], Issue]:
+        """Allocate buffers of ``size`` bytes, and return a function that creates the call for
+        the current stream.
+        """
+        n = definitions.count_elements(operation, self._ranks, size, type_.bytes)
         dtype = getattr(torch, type_.torch)
         source = torch.zeros(n.send, dtype=dtype, device="cuda")
         # torch offers these in one buffer alone, so that is what is compared.
@@ -63,18 +66,19 @@ class NcclBaseline:
             stream = torch.cuda.current_stream().cuda_stream
             if operation in _ONE_CALL:
                 name, more = _ONE_CALL[operation]
-                call = self._nccl.function(name)
+                call = self._nccl.checked_function(name)
                 return lambda: call(send, receive, n.count, code, *more, handle, stream)
-            start, end = self._nccl.function("ncclGroupStart"), self._nccl.function("ncclGroupEnd")
-            out, into = self._nccl.function("ncclSend"), self._nccl.function("ncclRecv")
+            function = self._nccl.checked_function
+            start, end = function("ncclGroupStart"), function("ncclGroupEnd")
+            send_part, receive_part = function("ncclSend"), function("ncclRecv")
             sends, receives = self._messages(operation, send, receive, step)
 
             def issue() -> None:
                 start()
                 for address, peer in sends:
-                    out(address, n.count, code, peer, handle, stream)
+                    send_part(address, n.count, code, peer, handle, stream)
                 for address, peer in receives:
-                    into(address, n.count, code, peer, handle, stream)
+                    receive_part(address, n.count, code, peer, handle, stream)
                 end()
 
             return issue
@@ -84,20 +88,20 @@ class NcclBaseline:
     def _messages(
         self, operation: str, send: int, receive: int, step: int
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Addresses and peers of what this rank sends and receives."""
-        me, ranks = self._rank, self._ranks
+        """Return addresses and peers of this rank's messages."""
+        own_rank, ranks = self._rank, self._ranks
         parts, into = ([(at + r * step, r) for r in range(ranks)] for at in (send, receive))
         if operation == "all_to_all":
             return parts, into
         if operation == "gather":
-            return [(send, ROOT)], into if me == ROOT else []
+            return [(send, ROOT)], into if own_rank == ROOT else []
         if operation == "scatter":
-            return parts if me == ROOT else [], [(receive, ROOT)]
-        return [(send, (me + 1) % ranks)], [(receive, (me - 1) % ranks)]
+            return parts if own_rank == ROOT else [], [(receive, ROOT)]
+        return [(send, (own_rank + 1) % ranks)], [(receive, (own_rank - 1) % ranks)]
 
 
 class GlooBaseline:
-    """gloo's process group itself, for what needs no lists of tensors."""
+    """gloo's process group, for operations without lists of tensors."""
 
     operations = ("all_reduce", "all_gather", "broadcast")
 
@@ -105,9 +109,9 @@ class GlooBaseline:
         self._backend: Any = group._get_backend(torch.device("cpu"))
         self._ranks = group.size()
 
-    def calls(self, operation: str, size: int, type_: DataType) -> Callable[[], Issue]:
-        """As :meth:`NcclBaseline.calls`."""
-        n = definitions.counts(operation, self._ranks, size, type_.bytes)
+    def create_calls(self, operation: str, size: int, type_: DataType) -> Callable[[], Issue]:
+        """Like :meth:`NcclBaseline.calls`."""
+        n = definitions.count_elements(operation, self._ranks, size, type_.bytes)
         dtype, backend = getattr(torch, type_.torch), self._backend
         source = torch.zeros(n.send, dtype=dtype)
         target = torch.zeros(n.receive, dtype=dtype)
@@ -122,16 +126,18 @@ class GlooBaseline:
         return lambda: issue
 
 
-def time_of(
+def time_calls(
     make: Callable[[], Issue],
     device: Device,
     *,
     iterations: int,
     warmup: int,
     launches: int | None,
-    together: Callable[[], None],
+    barrier: Callable[[], None],
 ) -> float:
-    """Seconds of one call, by nccl-tests' loop; with ``launches`` of a graph of the iterations."""
+    """Return the seconds of one call by nccl-tests' loop. ``launches``: number of launches of a
+    graph of the iterations.
+    """
     issue = make()
     for _ in range(warmup):
         issue()
@@ -144,10 +150,10 @@ def time_of(
             for _ in range(iterations):
                 inner()
 
-        work, count = device.capture(captured), launches
+        work, count = device.capture_graph(captured), launches
         work()
         device.synchronize()
-    together()
+    barrier()
     begin = time.perf_counter()
     for _ in range(count):
         work()

@@ -1,8 +1,8 @@
-"""nccl-tests' definitions, written down a second time: what the benchmark must agree with.
+"""nccl-tests' definitions, written independently of the benchmark, which must agree with them.
 
-Nothing of the benchmark is used here. Sources: each test's ``*GetCollByteCount`` and ``*GetBw``,
-and PERFORMANCE.md. A size is that of the larger of a rank's two buffers; ``count`` is what one
-call is told: of all-gather, reduce-scatter, all-to-all, gather and scatter a rank's part.
+Sources: each test's ``*GetCollByteCount`` and ``*GetBw``, and PERFORMANCE.md. A size is that of
+the larger of a rank's two buffers. ``count`` is the argument of one call: for all-gather,
+reduce-scatter, all-to-all, gather and scatter it is a rank's part.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from flagscale.errors import ConfigError
 
-_CUT = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+_DIVIDED = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 
 @dataclass(frozen=True)
-class Counts:
+class ElementCounts:
     """Elements of one call and of a rank's buffers."""
 
     count: int
@@ -23,40 +23,42 @@ class Counts:
     receive: int
 
 
-def counts(operation: str, ranks: int, size: int, element: int) -> Counts:
-    """What a rank passes for a size of ``size`` bytes, in elements of ``element`` bytes.
+def count_elements(operation: str, ranks: int, size: int, element: int) -> ElementCounts:
+    """Return a rank's counts for ``size`` bytes, in elements of ``element`` bytes.
 
     Raises:
         ConfigError: nccl-tests has no such test.
     """
-    _require(operation)
+    _require_test(operation)
     whole = size // element
     part = whole // ranks
     if operation in ("all_gather", "gather"):
-        return Counts(part, part, part * ranks)
+        return ElementCounts(part, part, part * ranks)
     if operation in ("reduce_scatter", "scatter"):
-        return Counts(part, part * ranks, part)
+        return ElementCounts(part, part * ranks, part)
     if operation == "all_to_all":
-        return Counts(part, part * ranks, part * ranks)
-    return Counts(whole, whole, whole)
+        return ElementCounts(part, part * ranks, part * ranks)
+    return ElementCounts(whole, whole, whole)
 
 
-def bandwidths(
+def compute_bandwidths(
     operation: str, ranks: int, count: int, element: int, seconds: float
 ) -> tuple[float, float]:
-    """algbw and busbw, in 1e9 bytes a second, of calls with ``count`` that took ``seconds``."""
-    _require(operation)
-    parts = ranks if operation in _CUT else 1
+    """Return algbw and busbw in 1e9 bytes per second for calls with ``count`` that took
+    ``seconds``.
+    """
+    _require_test(operation)
+    parts = ranks if operation in _DIVIDED else 1
     algbw = count * parts * element / 1e9 / seconds
     if operation == "all_reduce":
         return algbw, algbw * (2 * (ranks - 1)) / ranks
-    return algbw, algbw * (ranks - 1) / ranks if operation in _CUT else algbw
+    return algbw, algbw * (ranks - 1) / ranks if operation in _DIVIDED else algbw
 
 
-OPERATIONS = ("all_reduce", *_CUT, "broadcast", "reduce", "sendrecv")
-"""What nccl-tests has a test for, by our names."""
+OPERATIONS = ("all_reduce", *_DIVIDED, "broadcast", "reduce", "sendrecv")
+"""Operations that nccl-tests has a test for, by this project's names."""
 
 
-def _require(operation: str) -> None:
+def _require_test(operation: str) -> None:
     if operation not in OPERATIONS:
         raise ConfigError(f"nccl-tests has no test of {operation}; it has {', '.join(OPERATIONS)}")

@@ -1,4 +1,4 @@
-"""NCCL without torch around it: the few calls that nccl-tests makes, by ctypes.
+"""NCCL without torch: the few calls that nccl-tests uses, by ctypes.
 
 The library is the one that torch has loaded, so that both sides run the same code.
 """
@@ -15,12 +15,20 @@ from flagscale.errors import ConfigError, JobError
 
 LIBRARIES = ("libnccl.so.2", "libnccl.so")
 DATA_TYPES = {
-    **{"int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5},
-    **{"fp16": 6, "fp32": 7, "fp64": 8, "bf16": 9},
+    "int8": 0,
+    "uint8": 1,
+    "int32": 2,
+    "uint32": 3,
+    "int64": 4,
+    "uint64": 5,
+    "fp16": 6,
+    "fp32": 7,
+    "fp64": 8,
+    "bf16": 9,
 }
-"""``ncclDataType_t`` by our names of the types."""
+"""``ncclDataType_t`` by this project's names of the types."""
 SUM = 0
-"""Of ``ncclRedOp_t``."""
+"""Value of ``ncclRedOp_t``."""
 UNIQUE_ID_BYTES = 128
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -39,12 +47,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class UniqueId(ctypes.Structure):
-    """``ncclUniqueId``: what the ranks of a communicator share."""
+    """``ncclUniqueId``, which the ranks of a communicator share."""
 
     _fields_ = (("internal", ctypes.c_byte * UNIQUE_ID_BYTES),)
 
 
-class Nccl:
+class NcclLibrary:
     """The library, with every call checked.
 
     Raises:
@@ -59,8 +67,8 @@ class Nccl:
         initialise = self._library.ncclCommInitRank
         initialise.argtypes = (ctypes.POINTER(c_void_p), c_int, UniqueId, c_int)
 
-    def function(self, name: str) -> Callable[..., None]:
-        """One of its functions, which raises :class:`JobError` where NCCL reports an error."""
+    def checked_function(self, name: str) -> Callable[..., None]:
+        """Return one of its functions, which raises :class:`JobError` on an NCCL error."""
         call: Callable[..., int] = getattr(self._library, name)
 
         def checked(*arguments: Any) -> None:
@@ -71,22 +79,22 @@ class Nccl:
         return checked
 
     def version(self) -> str:
-        found = c_int()
-        self.function("ncclGetVersion")(ctypes.byref(found))
-        major, rest = divmod(found.value, 10_000)
-        return f"{major}.{rest // 100}.{rest % 100}"
+        version = c_int()
+        self.checked_function("ncclGetVersion")(ctypes.byref(version))
+        major, remainder = divmod(version.value, 10_000)
+        return f"{major}.{remainder // 100}.{remainder % 100}"
 
-    def unique_id(self) -> bytes:
-        """An identity for a new communicator; rank 0 tells it the others."""
-        made = UniqueId()
-        self.function("ncclGetUniqueId")(ctypes.byref(made))
-        return bytes(made)
+    def create_unique_id(self) -> bytes:
+        """Return an identity for a new communicator, which rank 0 sends to the others."""
+        identity = UniqueId()
+        self.checked_function("ncclGetUniqueId")(ctypes.byref(identity))
+        return bytes(identity)
 
-    def connect(self, identity: bytes, ranks: int, rank: int) -> c_void_p:
-        """The communicator of ``identity``; returns when all ranks are here."""
+    def init_communicator(self, identity: bytes, ranks: int, rank: int) -> c_void_p:
+        """Return the communicator of ``identity`` when all ranks have called this."""
         handle = c_void_p()
         shared = UniqueId.from_buffer_copy(identity)
-        self.function("ncclCommInitRank")(ctypes.byref(handle), ranks, shared, rank)
+        self.checked_function("ncclCommInitRank")(ctypes.byref(handle), ranks, shared, rank)
         return handle
 
 

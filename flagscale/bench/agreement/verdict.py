@@ -1,4 +1,4 @@
-"""What two series of times come to: a row of the table, whether they agree, and a figure."""
+"""Comparison of two series of times: a row of the table, the verdict, and a figure."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from flagscale.report.figure import Line, write_panels
-from flagscale.sample_statistics import Ratio
+from flagscale.bench.statistics import Ratio
+from flagscale.report.figure import PanelLine, write_panels
 
-Verdict = Literal["agrees", "differs", "unsure"]
+AgreementVerdict = Literal["agrees", "differs", "unsure"]
 _EXACT = 1e-9
 _SIDES = (("our_busbw", "this benchmark", "C0", "-"), ("bare_busbw", "baseline", "black", ":"))
 
 
 @dataclass(frozen=True)
-class Pair:
-    """One operation and size: medians of times in microseconds, bandwidths in 1e9 bytes a
-    second, and the ratio of our time to the baseline's."""
+class TimePair:
+    """One operation and size: median times in microseconds, bandwidths in 1e9 bytes per second,
+    and the ratio of the benchmark's time to the baseline's.
+    """
 
     operation: str
     size: int
@@ -30,13 +31,15 @@ class Pair:
 
     @property
     def definition(self) -> float:
-        """Our bus bandwidth over the one that nccl-tests would make of our time; 1 if both mean
-        the same by it."""
+        """Bus bandwidth of the benchmark over the one that nccl-tests would derive from its
+        time; 1 if both definitions are the same.
+        """
         return (self.our_busbw * self.ours) / (self.baseline_busbw * self.baseline)
 
-    def verdict(self, limit: float) -> Verdict:
-        """Whether both are the same within ``limit``, a share. Beyond it, ``differs`` where the
-        whole interval is, else the measurement cannot tell."""
+    def verdict(self, limit: float) -> AgreementVerdict:
+        """Compare both sides. Beyond ``limit``, a fraction, they differ if the whole interval is
+        beyond it; otherwise the measurement is inconclusive.
+        """
         if abs(self.definition - 1) > _EXACT:
             return "differs"
         low, high = 1 - limit, 1 + limit
@@ -44,14 +47,14 @@ class Pair:
             return "agrees"
         return "differs" if self.ratio.low > high or self.ratio.high < low else "unsure"
 
-    def to_json(self, limit: float) -> dict[str, Any]:
-        # The baseline is called bare in files, as it has been since the first that was published.
-        kept = {name.replace("baseline", "bare"): value for name, value in asdict(self).items()}
-        return {**kept, "definition": self.definition, "verdict": self.verdict(limit)}
+    def to_json_record(self, limit: float) -> dict[str, Any]:
+        # Files call the baseline "bare", as in the first published results.
+        record = {name.replace("baseline", "bare"): value for name, value in asdict(self).items()}
+        return {**record, "definition": self.definition, "verdict": self.verdict(limit)}
 
 
-def table(pairs: Sequence[Pair], limit: float) -> list[str]:
-    """A line a pair under a heading."""
+def make_table(pairs: Sequence[TimePair], limit: float) -> list[str]:
+    """Return one line per comparison below a heading."""
     heading = f"{'operation':>14}  {'size(B)':>12}  {'ours(us)':>10}  {'base(us)':>10}"
     heading += f"  {'our busbw':>10}  {'its busbw':>10}  {'time':>7}  {'95% interval':>16}  verdict"
     lines = [heading]
@@ -65,31 +68,32 @@ def table(pairs: Sequence[Pair], limit: float) -> list[str]:
     return lines
 
 
-def conclusion(pairs: Sequence[Pair], limit: float) -> tuple[str, bool]:
-    """The verdict on the whole in words, and whether nothing differs."""
-    found = [pair.verdict(limit) for pair in pairs]
+def conclude(pairs: Sequence[TimePair], limit: float) -> tuple[str, bool]:
+    """Return the overall verdict in words, and whether nothing differs."""
+    verdicts = [pair.verdict(limit) for pair in pairs]
     worst = max(pairs, key=lambda pair: abs(pair.ratio.value - 1))
-    text = f"{found.count('agrees')} of {len(found)} agree within {limit:.1%}"
+    text = f"{verdicts.count('agrees')} of {len(verdicts)} agree within {limit:.1%}"
     for kind in ("differs", "unsure"):
-        if found.count(kind):
-            text += f", {found.count(kind)} {kind}"
-    far = f"{worst.operation} of {worst.size} B"
-    text += f"; the furthest is {far}, {worst.ratio.value - 1:+.1%} in time"
-    return text, "differs" not in found
+        if verdicts.count(kind):
+            text += f", {verdicts.count(kind)} {kind}"
+    furthest = f"{worst.operation} of {worst.size} B"
+    text += f"; the furthest is {furthest}, {worst.ratio.value - 1:+.1%} in time"
+    return text, "differs" not in verdicts
 
 
 def write_figure(result: Mapping[str, Any], path: Path) -> None:
-    """A panel for each operation of what ``--json`` keeps, in 1e9 bytes a second; raises as
-    :func:`.figure.write_panels` does."""
-    of_each: dict[str, list[Mapping[str, Any]]] = {}
+    """Write a figure with a panel for each operation of a stored result, in 1e9 bytes per
+    second. Raises the errors of :func:`.figure.write_panels`.
+    """
+    rows_by_operation: dict[str, list[Mapping[str, Any]]] = {}
     for row in result.get("rows", []):
-        of_each.setdefault(row["operation"], []).append(row)
+        rows_by_operation.setdefault(row["operation"], []).append(row)
     panels = {
         operation: [
-            Line(label, {row["size"]: row[side] for row in rows}, colour, style)
+            PanelLine(label, {row["size"]: row[side] for row in rows}, colour, style)
             for side, label, colour, style in _SIDES
         ]
-        for operation, rows in of_each.items()
+        for operation, rows in rows_by_operation.items()
     }
     about = [result.get(name) for name in ("device", "library", "way", "type")]
     title = f"{result.get('ranks')} ranks, {', '.join(map(str, about))}"

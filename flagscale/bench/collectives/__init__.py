@@ -1,7 +1,7 @@
-"""The collectives benchmark: one tool for every communication backend a YAML can name.
+"""Benchmark of collectives for any communication backend that a YAML can name.
 
-:mod:`command` has the flags, of which :mod:`launch` makes a
-:class:`~flagscale.bench.collectives.spec.BenchSpec`; :mod:`session` measures on each rank;
-:mod:`table`, :mod:`report` and :mod:`records` show what rank 0 collected. What needs torch is
-imported on the ranks alone, so a wrong command line is answered at once.
+Order of the modules: ``options`` and ``cli`` (command line to :class:`.spec.BenchSpec`),
+``worker`` (a rank), ``session`` (all sizes of a specification), ``collective_calls``, ``timing``
+and ``checks`` (one size), ``records``, ``table``, ``curves`` and ``report`` (results),
+``presenter`` (rank 0's output). ``progress_watch`` detects ranks that hang.
 """

@@ -1,14 +1,13 @@
-"""Whether an operation's output is right: run once on known data, reproducible inputs, a golden
-result, tolerances.
+"""Verification of results: one run on reproducible inputs, compared with a golden result.
 
-Every input element is a function of seed, rank and position, so each rank can work out what any
-other rank sent, piece by piece, without a message and without holding all inputs at once. The
+Every input element is a function of seed, rank and position. Each rank can therefore compute
+what any other rank sent, piece by piece, without a message and without storing all inputs. The
 golden result is computed on the CPU in 64 bits.
 
-Tolerance of a floating sum: each of the additions rounds once, whatever their order, so the error
-is at most ``g(k) * sum |x_i|`` with ``g(k) = k*u / (1 - k*u)``, ``u`` the unit roundoff and ``k``
-the number of roundings (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2).
-A product's is ``g(k) * |product|``. What only moves, a minimum and a maximum are exact.
+Tolerance of a floating-point sum: each addition rounds once, in whatever order, so the error is
+at most ``g(k) * sum |x_i|`` with ``g(k) = k*u / (1 - k*u)``, unit roundoff ``u`` and number of
+roundings ``k`` (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2). For a
+product it is ``g(k) * |product|``. Copies, minimum and maximum are exact.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from pathlib import Path
 import torch
 
 from flagscale.accelerators.device import Device
-from flagscale.bench.collectives.collective_calls import Part, PreparedBuffers, Shape
+from flagscale.bench.collectives.collective_calls import OperationPart, PreparedBuffers, Shape
 from flagscale.bench.collectives.devices import RankGroup
 from flagscale.bench.collectives.spec import BenchSpec, Case, CheckMode
 
 CHUNK = 2**20
-"""Elements that are worked out at once."""
+"""Elements that are computed at a time."""
 
 _ALL = -1
 _SHOWN = 4
@@ -34,70 +33,74 @@ _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # spl
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A run of output elements and where their values come from."""
+class OutputPiece:
+    """Consecutive output elements and the source of their values."""
 
     start: int
     length: int
     source: int
-    """A place in the group, or all of them."""
+    """Index of a rank in the group, or ``_ALL``."""
     source_start: int
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a check of one output found."""
+class OutputCheck:
+    """Result of the check of one output."""
 
     wrong: int = 0
     first: int = -1
-    """The first wrong element."""
+    """Index of the first wrong element."""
     expected: float = 0.0
     found: float = 0.0
 
     def __str__(self) -> str:
         if not self.wrong:
             return "right"
-        where = f"{self.wrong} wrong, the first at {self.first}"
-        return f"{where}: expected {self.expected:g}, found {self.found:g}"
+        location = f"{self.wrong} wrong, the first at {self.first}"
+        return f"{location}: expected {self.expected:g}, found {self.found:g}"
 
 
-def pieces(case: Case, shape: Shape, group: RankGroup) -> Iterator[Piece]:
-    """What this rank's output must hold after the operation; nothing where it is undefined."""
-    name, n, me = case.operation.name, group.size, group.index
+def output_pieces(case: Case, shape: Shape, group: RankGroup) -> Iterator[OutputPiece]:
+    """Yield the required contents of this rank's output; nothing if it is undefined."""
+    name, n, index = case.operation.name, group.size, group.index
     shard = shape.shard(n)
-    if case.operation.rooted and name in ("reduce", "gather") and me != case.root:
+    if case.operation.rooted and name in ("reduce", "gather") and index != case.root:
         return
     if name in ("all_reduce", "reduce", "reduce_scatter"):
-        start = me * shard if name == "reduce_scatter" else 0
-        yield Piece(0, shape.outputs, _ALL, start)
+        start = index * shard if name == "reduce_scatter" else 0
+        yield OutputPiece(0, shape.outputs, _ALL, start)
     elif name in ("all_gather", "gather", "all_to_all"):
-        start = me * shard if name == "all_to_all" else 0
+        start = index * shard if name == "all_to_all" else 0
         for source in range(n):
-            yield Piece(source * shard, shard, source, start)
+            yield OutputPiece(source * shard, shard, source, start)
     elif name == "all_to_all_v":
-        mine = shape.exchanges[me]
+        own_exchange = shape.exchanges[index]
         for source, sender in enumerate(shape.exchanges):
-            length = mine.recv_counts[source]
-            yield Piece(mine.recv_displs[source], length, source, sender.send_displs[me])
+            length = own_exchange.recv_counts[source]
+            yield OutputPiece(
+                own_exchange.recv_displs[source], length, source, sender.send_displs[index]
+            )
     elif name in ("broadcast", "scatter"):
-        yield Piece(0, shape.outputs, case.root, me * shard if name == "scatter" else 0)
+        yield OutputPiece(0, shape.outputs, case.root, index * shard if name == "scatter" else 0)
     else:
         for source, target in shape.pairs:
-            if target == me:
-                yield Piece(0, shape.outputs, source, 0)
+            if target == index:
+                yield OutputPiece(0, shape.outputs, source, 0)
 
 
 @dataclass(frozen=True)
 class Golden:
-    """The data of one check."""
+    """Input data and golden result of one check."""
 
     case: Case
     group: RankGroup
     mode: CheckMode
     seed: int
 
-    def fill(self, part: Part) -> None:
-        """Write this rank's input and spoil the output, so that what is not written shows."""
+    def fill(self, part: OperationPart) -> None:
+        """Write this rank's input, and overwrite the output, so that elements left unwritten are
+        detected.
+        """
         if part.output.numel() and not self.case.in_place:
             part.output.copy_(torch.full((1,), 77, dtype=torch.int64).to(part.output.dtype))
         elif self.case.in_place and self.case.operation.name == "all_gather":
@@ -108,7 +111,9 @@ class Golden:
             part.input[start : start + length] = values.to(part.input.device)
 
     def inputs(self, place: int, start: int, length: int) -> torch.Tensor:
-        """Elements of the input of the group's ``place``-th rank, in its own type."""
+        """Return elements of the input of the ``place``-th rank of the group, in the operation's
+        type.
+        """
         dtype = getattr(torch, self.case.type.torch)
         if self.mode == "all_ones":
             return torch.ones(length, dtype=torch.int64).to(dtype)
@@ -122,8 +127,10 @@ class Golden:
             return ((0.75 + unit / 2) * sign).to(dtype)
         return (unit * 2 - 1).to(dtype)
 
-    def expect(self, piece: Piece, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The values of a piece's elements, in 64 bits, and how far from them is right."""
+    def expect(
+        self, piece: OutputPiece, start: int, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the values of a piece's elements in 64 bits, and their tolerances."""
         wide = torch.int64 if self.case.type.kind == "integer" else torch.float64
         place = piece.source_start + start
         if piece.source != _ALL:
@@ -134,9 +141,9 @@ class Golden:
         calls = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}
         combine = calls.get(self.case.reduction, torch.add)
         for source in range(1, self.group.size):
-            other = self.inputs(source, place, length).to(wide)
-            value = combine(value, other)
-            size += other.abs().to(torch.float64)
+            operand = self.inputs(source, place, length).to(wide)
+            value = combine(value, operand)
+            size += operand.abs().to(torch.float64)
         if self.case.reduction == "avg":
             value = value / self.group.size
             size = size / self.group.size
@@ -146,37 +153,37 @@ class Golden:
         type_, ranks = self.case.type, self.group.size
         if type_.kind == "integer" or self.case.reduction in ("min", "max"):
             return torch.zeros_like(size)
-        # An average may scale every input before it adds; one rounding more for the result.
+        # An average may scale every input before adding; the result is rounded once more.
         roundings = ranks + 1 if self.case.reduction == "avg" else ranks
         error = roundings * type_.roundoff
         bound = error / (1 - error) if error < 0.5 else 1.0
         scale = value.abs() if self.case.reduction == "prod" else size
         return bound * scale + roundings * type_.tiny
 
-    def _expected(self, part: Part) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Where this rank's output is defined: elements, values, how far off is right."""
-        for piece in pieces(self.case, part.shape, self.group):
+    def _expected(self, part: OperationPart) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Yield the elements where this rank's output is defined, with values and tolerances."""
+        for piece in output_pieces(self.case, part.shape, self.group):
             for start in range(0, piece.length, CHUNK):
                 length = min(CHUNK, piece.length - start)
                 begin = piece.start + start
                 yield slice(begin, begin + length), *self.expect(piece, start, length)
 
-    def verify(self, part: Part) -> Verdict:
+    def verify(self, part: OperationPart) -> OutputCheck:
         """Compare this rank's output with the golden result."""
-        wrong, first, expected, found = 0, -1, 0.0, 0.0
+        wrong, first, expected, first_actual = 0, -1, 0.0, 0.0
         for place, value, tolerance in self._expected(part):
             actual = part.output[place].cpu()
-            bad = _differs(actual, value, tolerance)
+            bad = _find_differences(actual, value, tolerance)
             count = int(bad.sum())
             if count and not wrong:
-                at = int(bad.nonzero()[0])
-                first, expected = place.start + at, float(value[at])
-                found = float(actual[at].to(torch.float64))
+                offset = int(bad.nonzero()[0])
+                first, expected = place.start + offset, float(value[offset])
+                first_actual = float(actual[offset].to(torch.float64))
             wrong += count
-        return Verdict(wrong, first, expected, found)
+        return OutputCheck(wrong, first, expected, first_actual)
 
-    def whole(self, part: Part) -> torch.Tensor:
-        """The golden output, in 64 bits; zero where nothing is defined. For dumps."""
+    def whole(self, part: OperationPart) -> torch.Tensor:
+        """Return the golden output in 64 bits, with zeros where it is undefined. For dumps."""
         wide = torch.int64 if self.case.type.kind == "integer" else torch.float64
         result = torch.zeros(part.output.numel(), dtype=wide)
         for place, value, _ in self._expected(part):
@@ -184,7 +191,9 @@ class Golden:
         return result
 
 
-def _differs(actual: torch.Tensor, value: torch.Tensor, tolerance: torch.Tensor) -> torch.Tensor:
+def _find_differences(
+    actual: torch.Tensor, value: torch.Tensor, tolerance: torch.Tensor
+) -> torch.Tensor:
     if value.dtype == torch.int64:
         # The golden sum wraps around as the type does.
         return actual.to(torch.int64) != value.to(actual.dtype).to(torch.int64)
@@ -195,12 +204,12 @@ def _differs(actual: torch.Tensor, value: torch.Tensor, tolerance: torch.Tensor)
 
 
 def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """Logical shift right; torch's is arithmetic."""
+    """Shift right logically; torch's shift is arithmetic."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 def _random_bits(seed: int, rank: int, start: int, length: int) -> torch.Tensor:
-    """64 bits an element by splitmix64, whose stream is a function of the position."""
+    """Return 64 random bits per element by splitmix64, as a function of the position."""
     key = (seed * 1_000_003 + rank * 7919 + 1) % 2**62
     bits = (torch.arange(start, start + length, dtype=torch.int64) + key) * _MIX[0]
     bits = (bits ^ _shift(bits, 30)) * _MIX[1]
@@ -208,8 +217,8 @@ def _random_bits(seed: int, rank: int, start: int, length: int) -> torch.Tensor:
     return bits ^ _shift(bits, 31)
 
 
-def digest(output: torch.Tensor) -> bytes:
-    """A fingerprint of a tensor's bytes, to compare ranks without sending the data."""
+def fingerprint_bytes(output: torch.Tensor) -> bytes:
+    """Return a fingerprint of a tensor's bytes, to compare ranks without sending the data."""
     result = hashlib.blake2b(digest_size=16)
     step = CHUNK * 8
     raw = output.contiguous().view(torch.uint8)
@@ -219,26 +228,28 @@ def digest(output: torch.Tensor) -> bytes:
 
 
 @dataclass(frozen=True)
-class Checked:
-    """What one rank found."""
+class CheckResult:
+    """Result of the checks on one rank."""
 
     wrong: int = 0
     first: str = ""
-    """The first wrong element in words."""
+    """Description of the first wrong element."""
     fingerprint: bytes = b""
-    """Of all outputs, where every rank must end with the same."""
+    """Fingerprint of all outputs, if every rank must end with the same."""
     part: int = -1
-    """The first part that is wrong."""
+    """Index of the first wrong part."""
 
 
-def check(case: Case, prepared: PreparedBuffers, device: Device, spec: BenchSpec) -> Checked:
-    """Fill, run once, verify; leaves zeros in the buffers for the timing."""
+def check_output(
+    case: Case, prepared: PreparedBuffers, device: Device, spec: BenchSpec
+) -> CheckResult:
+    """Fill the buffers, run once, and verify. The buffers must be cleared before the timing."""
     if spec.check.mode is None or not prepared.group.member or case.operation.name == "barrier":
-        return Checked()
-    verdicts: list[Verdict] = []
-    prints: list[bytes] = []
+        return CheckResult()
+    verdicts: list[OutputCheck] = []
+    fingerprints: list[bytes] = []
     for body in prepared.bodies:
-        goldens = _goldens(case, prepared, spec, body.parts)
+        goldens = _golden_parts(case, prepared, spec, body.parts)
         for part, golden in goldens:
             golden.fill(part)
         body.step()
@@ -246,61 +257,64 @@ def check(case: Case, prepared: PreparedBuffers, device: Device, spec: BenchSpec
         for part, golden in goldens:
             verdicts.append(golden.verify(part))
             if case.operation.same_output:
-                prints.append(digest(part.output))
-    bad = [i for i, verdict in enumerate(verdicts) if verdict.wrong]
-    return Checked(
+                fingerprints.append(fingerprint_bytes(part.output))
+    wrong_parts = [i for i, verdict in enumerate(verdicts) if verdict.wrong]
+    return CheckResult(
         wrong=sum(verdict.wrong for verdict in verdicts),
-        first=str(verdicts[bad[0]]) if bad else "",
-        fingerprint=b"".join(prints),
-        part=bad[0] if bad else -1,
+        first=str(verdicts[wrong_parts[0]]) if wrong_parts else "",
+        fingerprint=b"".join(fingerprints),
+        part=wrong_parts[0] if wrong_parts else -1,
     )
 
 
-def sample(case: Case, prepared: PreparedBuffers, device: Device, spec: BenchSpec) -> str:
-    """The first values of this rank's first buffers before and after an operation on known data;
-    every rank calls this."""
+def format_sample(case: Case, prepared: PreparedBuffers, device: Device, spec: BenchSpec) -> str:
+    """Return the first values of this rank's first buffers before and after an operation. Every
+    rank must call this.
+    """
     if not prepared.bodies:
         return "in no group"
     body = prepared.bodies[0]
-    for part, golden in _goldens(case, prepared, spec, body.parts):
+    for part, golden in _golden_parts(case, prepared, spec, body.parts):
         golden.fill(part)
     part = body.parts[0]
-    before = _first(part.input)
+    before = _format_values(part.input)
     body.step()
     device.synchronize()
-    return f"{before} -> {_first(part.output)}"
+    return f"{before} -> {_format_values(part.output)}"
 
 
-def _first(values: torch.Tensor) -> str:
-    shown = ", ".join(f"{value:.5g}" for value in values[:_SHOWN].tolist())
-    return f"[{shown}{', ...' if values.numel() > _SHOWN else ''}]"
+def _format_values(values: torch.Tensor) -> str:
+    text = ", ".join(f"{value:.5g}" for value in values[:_SHOWN].tolist())
+    return f"[{text}{', ...' if values.numel() > _SHOWN else ''}]"
 
 
-def clear(prepared: PreparedBuffers) -> None:
-    """Zeros in all buffers: repeated sums in place would overflow, which is slower on a CPU."""
+def clear_buffers(prepared: PreparedBuffers) -> None:
+    """Fill all buffers with zeros: repeated sums in place would overflow, which is slower on a
+    CPU.
+    """
     for part in (part for body in prepared.bodies for part in body.parts):
         part.input.zero_()
         part.output.zero_()
 
 
-def _goldens(
-    case: Case, prepared: PreparedBuffers, spec: BenchSpec, parts: tuple[Part, ...]
-) -> list[tuple[Part, Golden]]:
-    """The parts of a body, each with its data."""
+def _golden_parts(
+    case: Case, prepared: PreparedBuffers, spec: BenchSpec, parts: tuple[OperationPart, ...]
+) -> list[tuple[OperationPart, Golden]]:
+    """Return the parts of a body with their golden data."""
     mode, seed = spec.check.mode or "random", spec.check.seed
-    # Parts differ in their data, so that one in the place of another shows.
+    # Parts have different data, so that interchanged parts are detected.
     return [(part, Golden(case, prepared.group, mode, seed + i)) for i, part in enumerate(parts)]
 
 
-def dump(
+def dump_buffers(
     case: Case, prepared: PreparedBuffers, spec: BenchSpec, size: int, rank: int, part_number: int
 ) -> Path:
-    """Save input, output and golden result of a failed check; returns the file.
+    """Save input, output and golden result of a failed check, and return the file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    every = [g for body in prepared.bodies for g in _goldens(case, prepared, spec, body.parts)]
+    every = [g for body in prepared.bodies for g in _golden_parts(case, prepared, spec, body.parts)]
     part, golden = every[max(part_number, 0)]
     name = f"{case.operation.name}_{case.type.name}_{case.reduction}_{size}"
     directory = spec.check.dump / f"{name}_seed{spec.check.seed}"

@@ -1,5 +1,6 @@
-"""The command: what its line, or the lines of its batch, ask for. From parsed flags to a
-:class:`BenchSpec`, every value checked before any rank starts."""
+"""Command line of ``flagscale bench collectives``, and conversion of its flags to a
+:class:`BenchSpec`. Every value is checked before any rank starts.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from flagscale.bench.collectives import patterns, sizes
-from flagscale.bench.collectives.command import CHECK_MODES, build_parser, normalise
 from flagscale.bench.collectives.curves import read_results
 from flagscale.bench.collectives.operations import (
     DATA_TYPES,
@@ -22,9 +22,10 @@ from flagscale.bench.collectives.operations import (
     REDUCTIONS,
     DataType,
     Operation,
-    data_type,
-    operation,
+    find_data_type,
+    find_operation,
 )
+from flagscale.bench.collectives.options import CHECK_MODES, build_parser, normalize_arguments
 from flagscale.bench.collectives.records import read_baseline
 from flagscale.bench.collectives.spec import (
     Average,
@@ -37,20 +38,20 @@ from flagscale.bench.collectives.spec import (
     Iterations,
     Output,
 )
-from flagscale.bench.collectives.statistics import parse_statistics
-from flagscale.bench.command_line import COMM, at_least, filled, judge
+from flagscale.bench.command import BenchCommand
 from flagscale.bench.files import read_text, require_writable
-from flagscale.bench.placement import DEFAULT_SETUP, placement
-from flagscale.bench.tool import Tool
+from flagscale.bench.options import COMM, from_options, parse_backend_options, require_at_least
+from flagscale.bench.placement import DEFAULT_SETUP, parse_placement
+from flagscale.bench.statistics import parse_statistics
 from flagscale.comm import registry
 from flagscale.errors import ConfigError
 from flagscale.report.figure import require_image
 
 
-class Bench(Tool[Batch]):
-    """Measures collectives."""
+class CollectivesCommand(BenchCommand[Batch]):
+    """Command that measures collectives."""
 
-    prog = "bench.py"
+    prog = "flagscale bench collectives"
     run = "flagscale.bench.collectives.worker:run_rank"
 
     def run_line(self, words: list[str], prog: str) -> int:
@@ -59,7 +60,7 @@ class Bench(Tool[Batch]):
         build_parser(prog).print_help()
         return 2
 
-    def read(self, words: list[str], prog: str, *, keeps: bool) -> Batch:
+    def parse_plan(self, words: list[str], prog: str, *, keeps: bool) -> Batch:
         return Batch(tuple(read_specs(words, prog, keeps=keeps)))
 
     def header(self, plan: Batch) -> bool:
@@ -70,146 +71,153 @@ class Bench(Tool[Batch]):
 
 
 def read_specs(
-    words: Sequence[str], prog: str = "bench.py", *, keeps: bool = True
+    words: Sequence[str], prog: str = CollectivesCommand.prog, *, keeps: bool = True
 ) -> list[BenchSpec]:
-    """One specification, or one a line of ``--batch``; all of them for the same ranks. ``keeps``:
-    this process is the one that writes files and compares with them, so they are looked at.
+    """Return the specification of a command line, or one per line of ``--batch``, all for the
+    same ranks.
+
+    Args:
+        words: arguments.
+        prog: name of the command in messages.
+        keeps: this process writes and compares result files, so they are checked.
 
     Raises:
-        ConfigError: a flag or value is wrong, or a file it names cannot be read or used; of a
-            batch, the message names the line.
+        ConfigError: a flag or value is wrong, or a file cannot be read or used; for a batch the
+            message has the line.
     """
     parser = build_parser(prog)
-    options = parser.parse(normalise(words))
+    options = parser.parse(normalize_arguments(words))
     if options.batch is None:
-        return [_from_options(options, words, prog=prog, keeps=keeps)]
+        return [_make_spec(options, words, prog=prog, keeps=keeps)]
     if options.operation:
         raise ConfigError(f"--batch: the operation {options.operation!r} belongs into the file")
     specs: list[BenchSpec] = []
-    for where, own in _lines(options.batch):
+    for location, line_words in _read_batch(options.batch):
         try:
-            line = parser.parse(normalise([*words, *own]))
+            line = parser.parse(normalize_arguments([*words, *line_words]))
             if line.batch != options.batch:
                 raise ConfigError(f"--batch {line.batch}: a line of a batch has none of its own")
-            spec = _from_options(line, [*words, *own], prog=prog, keeps=keeps)
+            spec = _make_spec(line, [*words, *line_words], prog=prog, keeps=keeps)
         except ConfigError as error:
-            raise type(error)(f"{where}: {error.message}", hint=error.hint) from error
-        _require_same_ranks(spec, specs, where)
+            raise type(error)(f"{location}: {error.message}", hint=error.hint) from error
+        _require_same_ranks(spec, specs, location)
         specs.append(spec)
     if not specs:
         raise ConfigError(f"--batch {options.batch}: it has no line to run")
     return specs
 
 
-def _require_same_ranks(spec: BenchSpec, before: Sequence[BenchSpec], where: str) -> None:
-    """Refuse a line of a batch that would need processes of its own."""
-    for other in before:
-        place = replace(other.placement, backend=spec.placement.backend)
+def _require_same_ranks(spec: BenchSpec, before: Sequence[BenchSpec], location: str) -> None:
+    """Refuse a line of a batch that would require other processes."""
+    for earlier in before:
+        place = replace(earlier.placement, backend=spec.placement.backend)
         names = [field.name for field in fields(place)]
         differing = [n for n in names if getattr(place, n) != getattr(spec.placement, n)]
         if differing:
             raise ConfigError(
-                f"{where}: all lines run in the same ranks, and this one asks for others "
+                f"{location}: all lines run in the same ranks, and this one asks for others "
                 f"({', '.join(differing)})",
                 hint="give such flags once, beside --batch",
             )
-        for name in {*other.backends} & {*spec.backends}:
-            if other.options_of(name) != spec.options_of(name):
+        for name in {*earlier.backends} & {*spec.backends}:
+            if earlier.options_of(name) != spec.options_of(name):
                 raise ConfigError(
-                    f"{where}: {COMM} of {name} holds for the whole process, and an earlier line "
-                    "gives others",
+                    f"{location}: {COMM} of {name} holds for the whole process, and an earlier "
+                    "line gives others",
                     hint="measure them one after the other, by two commands",
                 )
 
 
-def _lines(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Where each line of a batch is, and its words."""
+def _read_batch(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the location and the words of each line of a batch."""
     for number, line in enumerate(read_text(path, f"--batch {path}").splitlines(), start=1):
-        where = f"--batch {path}:{number}"
+        location = f"--batch {path}:{number}"
         try:
             words = shlex.split(line, comments=True)
         except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from error
+            raise ConfigError(f"{location}: {error}") from error
         if words:
-            yield where, words
+            yield location, words
 
 
 _AVERAGES: dict[str, Average] = dict(zip("0123", get_args(Average), strict=True))
-_KEEPS_NOTHING: Any = {"plots": [], "imports": []}
-_KEEPS_NOTHING |= dict.fromkeys(("json", "csv", "report", "baseline"))
+_WITHOUT_FILES: Any = {"plots": [], "imports": []}
+_WITHOUT_FILES |= dict.fromkeys(("json", "csv", "report", "baseline"))
 _DEFAULT_SIZE = 32 * 2**20
 
 
-def _from_options(
+def _make_spec(
     options: argparse.Namespace, arguments: Sequence[str], *, prog: str, keeps: bool
 ) -> BenchSpec:
-    """The run that parsed flags describe. Unless it ``keeps`` results, a rank other than the first,
-    its host need not have the files for and of them."""
+    """Return the specification that parsed flags describe. If this process does not keep
+    results, its host need not have their files.
+    """
     if not keeps:
-        options = argparse.Namespace(**{**vars(options), **_KEEPS_NOTHING})
-    operations = _operations(options.operation)
-    check, comparison = _check(options), _comparison(options)
-    notes = tuple(_notes(options, operations))
+        options = argparse.Namespace(**{**vars(options), **_WITHOUT_FILES})
+    operations = _parse_operations(options.operation)
+    check, comparison = _make_check(options), _make_comparison(options)
+    notes = tuple(_list_notes(options, operations))
     if options.ngpus != 1:
         raise ConfigError(f"-g {options.ngpus}: one rank drives one GPU; give more ranks with -r")
     if options.average not in _AVERAGES:
         raise ConfigError(f"-a/--average {options.average!r}; expected 0, 1, 2 or 3")
-    place = placement(options)
-    judged = judge(comparison.backends or (place.backend,), options.comm)
+    place = parse_placement(options)
+    judged = parse_backend_options(comparison.backends or (place.backend,), options.comm)
     return BenchSpec(
         operations=operations,
-        types=_types(options.datatype),
-        sizes=_sizes(options, operations),
-        reductions=_reductions(options.redop),
-        roots=_roots(options.root),
-        places=_places(options),
-        iterations=_iterations(options),
-        buffers=_buffers(options),
+        types=_parse_types(options.datatype),
+        sizes=_parse_sizes(options, operations),
+        reductions=_parse_reductions(options.redop),
+        roots=_parse_roots(options.root),
+        places=_select_places(options),
+        iterations=_make_iterations(options),
+        buffers=_make_buffers(options),
         check=check,
-        groups=_groups(options),
-        output=_output(options),
+        groups=_make_groups(options),
+        output=_make_output(options),
         comparison=comparison,
         placement=place,
         options={name: values for name, values in judged.items() if values},
         timing=options.timing,
         average=_AVERAGES[options.average],
-        blocking=_switch("-z/--blocking", options.blocking),
-        cpu_time=_switch("-C/--report-cputime", options.report_cputime),
+        blocking=_parse_switch("-z/--blocking", options.blocking),
+        cpu_time=_parse_switch("-C/--report-cputime", options.report_cputime),
         notes=notes,
         prog=prog,
         command=tuple(arguments),
     )
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     return [word for word in text.split(",") if word]
 
 
-def _operations(text: str | None) -> tuple[Operation, ...]:
+def _parse_operations(text: str | None) -> tuple[Operation, ...]:
     if not text:
         raise ConfigError(
-            f"the operation is missing (one of {', '.join(OPERATIONS)})", hint="bench.py --help"
+            f"the operation is missing (one of {', '.join(OPERATIONS)})",
+            hint=f"{CollectivesCommand.prog} --help",
         )
-    names: Iterable[str] = OPERATIONS if text == "all" else _words(text)
-    return tuple(dict.fromkeys(operation(name) for name in names))
+    names: Iterable[str] = OPERATIONS if text == "all" else _split_words(text)
+    return tuple(dict.fromkeys(find_operation(name) for name in names))
 
 
-def _types(text: str) -> tuple[DataType, ...]:
-    names: Iterable[str] = DATA_TYPES if text == "all" else _words(text)
-    return tuple(dict.fromkeys(data_type(name) for name in names))
+def _parse_types(text: str) -> tuple[DataType, ...]:
+    names: Iterable[str] = DATA_TYPES if text == "all" else _split_words(text)
+    return tuple(dict.fromkeys(find_data_type(name) for name in names))
 
 
-def _reductions(text: str) -> tuple[str, ...]:
-    names = REDUCTIONS if text == "all" else _words(text)
+def _parse_reductions(text: str) -> tuple[str, ...]:
+    names = REDUCTIONS if text == "all" else _split_words(text)
     for name in names:
         if name not in REDUCTIONS:
             raise ConfigError(f"-o/--redop {name!r}; expected {', '.join(REDUCTIONS)} or all")
     return tuple(dict.fromkeys(names))
 
 
-def _roots(text: str) -> tuple[int, ...]:
+def _parse_roots(text: str) -> tuple[int, ...]:
     try:
-        roots = tuple(int(word) for word in _words(text))
+        roots = tuple(int(word) for word in _split_words(text))
     except ValueError:
         roots = ()
     if not roots or min(roots) < -1:
@@ -217,21 +225,21 @@ def _roots(text: str) -> tuple[int, ...]:
     return roots
 
 
-def _sizes(options: argparse.Namespace, operations: Sequence[Operation]) -> tuple[int, ...]:
+def _parse_sizes(options: argparse.Namespace, operations: Sequence[Operation]) -> tuple[int, ...]:
     minimum = sizes.parse_size(options.minbytes)
     moving = any(op.name != "barrier" for op in operations)
     if minimum < 1 and moving:
         raise ConfigError("-b/--minbytes 0: nothing would be moved; expected at least 1")
-    # A start alone, above or below the default end, is meant as a start.
+    # A first size above the default last size is the only size.
     maximum = max(minimum, _DEFAULT_SIZE)
     if options.maxbytes is not None:
         maximum = sizes.parse_size(options.maxbytes)
     step = sizes.parse_size(options.stepbytes) if options.stepbytes else None
-    found = sizes.sweep(minimum, maximum, step=step, factor=_factor(options.stepfactor))
-    return found if moving else (0,)
+    swept = sizes.sweep_sizes(minimum, maximum, step=step, factor=_parse_factor(options.stepfactor))
+    return swept if moving else (0,)
 
 
-def _factor(text: str | None) -> float | None:
+def _parse_factor(text: str | None) -> float | None:
     if text is None:
         return None
     try:
@@ -243,7 +251,7 @@ def _factor(text: str | None) -> float | None:
     return value
 
 
-def _places(options: argparse.Namespace) -> tuple[Literal["out", "in"], ...] | None:
+def _select_places(options: argparse.Namespace) -> tuple[Literal["out", "in"], ...] | None:
     if options.in_place:
         return ("in",)
     if options.out_of_place:
@@ -251,34 +259,34 @@ def _places(options: argparse.Namespace) -> tuple[Literal["out", "in"], ...] | N
     return ("out", "in") if options.both_places or options.format == "nccl-tests" else None
 
 
-def _iterations(options: argparse.Namespace) -> Iterations:
-    at_least("-n/--iters", options.measured, 1)
-    at_least("-w/--warmup_iters", options.warmup, 0)
-    at_least("-W/--neff_warmup_iters", options.replay_warmup, 0)
-    at_least("-m/--agg-iters", options.aggregated, 1)
-    at_least("--run-cycles", options.cycles, 1)
-    at_least("-I/--neff_iters", options.replays, 0)
+def _make_iterations(options: argparse.Namespace) -> Iterations:
+    require_at_least("-n/--iters", options.measured, 1)
+    require_at_least("-w/--warmup_iters", options.warmup, 0)
+    require_at_least("-W/--neff_warmup_iters", options.replay_warmup, 0)
+    require_at_least("-m/--agg-iters", options.aggregated, 1)
+    require_at_least("--run-cycles", options.cycles, 1)
+    require_at_least("-I/--neff_iters", options.replays, 0)
     if options.replay_warmup and not options.replays:
         raise ConfigError("-W/--neff_warmup_iters needs -I/--neff_iters")
-    return filled(Iterations, options, replays=options.replays or None)
+    return from_options(Iterations, options, replays=options.replays or None)
 
 
-def _buffers(options: argparse.Namespace) -> Buffers:
+def _make_buffers(options: argparse.Namespace) -> Buffers:
     if options.shared_output_buff and not options.unique_buff:
         raise ConfigError("--shared-output-buff needs --unique-buff: else all buffers are shared")
     return Buffers(
         unique=options.unique_buff,
         shared_output=options.shared_output_buff,
         registered=max(int(options.local_register), int(options.sb2sb)),
-        ratio=_ratio(options.coalesced_cc_size_ratio),
+        ratio=_parse_ratio(options.coalesced_cc_size_ratio),
     )
 
 
-def _ratio(text: str | None) -> tuple[float, ...]:
+def _parse_ratio(text: str | None) -> tuple[float, ...]:
     if text is None:
         return (1.0,)
     try:
-        ratio = tuple(float(word) for word in _words(text.strip().strip("[]")))
+        ratio = tuple(float(word) for word in _split_words(text.strip().strip("[]")))
     except ValueError:
         ratio = ()
     if not ratio or not all(0 < part < math.inf for part in ratio):
@@ -286,7 +294,7 @@ def _ratio(text: str | None) -> tuple[float, ...]:
     return ratio
 
 
-def _check(options: argparse.Namespace) -> Check:
+def _make_check(options: argparse.Namespace) -> Check:
     mode = {"1": "random", "0": None}.get(options.check, options.check)
     if mode not in (*CHECK_MODES, None):
         raise ConfigError(f"-c/--check {mode!r}; expected {' or '.join(CHECK_MODES)}")
@@ -297,9 +305,9 @@ def _check(options: argparse.Namespace) -> Check:
     return Check(mode=mode, seed=seed, dump=dump, dump_shown=dump)
 
 
-def _groups(options: argparse.Namespace) -> GroupsSpec:
+def _make_groups(options: argparse.Namespace) -> GroupsSpec:
     dimension, file = options.data_parallel_dimension, options.custom_replica_group
-    at_least("--data-parallel-dimension", dimension, 1)
+    require_at_least("--data-parallel-dimension", dimension, 1)
     if dimension is not None and file is not None:
         raise ConfigError("--data-parallel-dimension and --custom-replica-group exclude each other")
     pairs, counts = options.custom_src_target_pairs, options.alltoallv_metadata
@@ -311,60 +319,64 @@ def _groups(options: argparse.Namespace) -> GroupsSpec:
     )
 
 
-def _output(options: argparse.Namespace) -> Output:
+def _make_output(options: argparse.Namespace) -> Output:
     for path in options.plots:
         require_image(path, "--plot")
         require_writable(path, "--plot")
-    kept = {"--report": options.report, "--report-to-json-file": options.json, "--csv": options.csv}
-    for flag, path in kept.items():
+    files = {
+        "--report": options.report,
+        "--report-to-json-file": options.json,
+        "--csv": options.csv,
+    }
+    for flag, path in files.items():
         if path is not None:
             require_writable(path, flag)
-    return filled(
+    return from_options(
         Output,
         options,
-        statistics=parse_statistics(_words(options.stats)),
+        statistics=parse_statistics(_split_words(options.stats)),
         interactive=not (options.non_interactive or options.debug),
-        print_buffers=_switch("-p/--print-buffer", options.print_buffer),
+        print_buffers=_parse_switch("-p/--print-buffer", options.print_buffer),
         plots=tuple(options.plots),
         imports=tuple(curve for path in options.imports for curve in read_results(path)),
     )
 
 
-def _comparison(options: argparse.Namespace) -> Comparison:
-    names = _words(options.compare or "")
+def _make_comparison(options: argparse.Namespace) -> Comparison:
+    names = _split_words(options.compare or "")
     if options.compare is not None and len(names) < 2:
         raise ConfigError(
             f"--compare {options.compare!r}; expected two backends, such as nccl,fsccl"
         )
     for name in names:
-        registry.backend(name, given_by="--compare")
-    at_least("--compare-rounds", options.rounds, 2)
+        registry.get_backend(name, source="--compare")
+    require_at_least("--compare-rounds", options.rounds, 2)
     if options.peak is not None and not 0 < options.peak < math.inf:
         raise ConfigError(f"--peak {options.peak:g}; expected above 0")
-    return filled(
+    return from_options(
         Comparison,
         options,
         backends=tuple(names),
         baseline=read_baseline(options.baseline) if options.baseline else None,
-        tolerance=_fraction(options.tolerance),
+        tolerance=_parse_fraction(options.tolerance),
     )
 
 
-def _fraction(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", text.strip())
-    if found is None:
+def _parse_fraction(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(%?)", text.strip())
+    if match is None:
         raise ConfigError(f"--tolerance {text!r}; expected a share such as 5% or 0.05")
-    return float(found[1]) / (100 if found[2] else 1)
+    return float(match[1]) / (100 if match[2] else 1)
 
 
-def _switch(flag: str, text: str) -> bool:
+def _parse_switch(flag: str, text: str) -> bool:
     if text not in ("0", "1"):
         raise ConfigError(f"{flag} {text!r}; expected 0 or 1")
     return text == "1"
 
 
-def _notes(options: argparse.Namespace, operations: Sequence[Operation]) -> Iterator[str]:
-    """What was asked for and does nothing, or not what it does elsewhere."""
+def _list_notes(options: argparse.Namespace, operations: Sequence[Operation]) -> Iterator[str]:
+    """Yield notes on flags without effect, or with another effect than in other tools."""
     if options.sb2sb:
         yield "--sb2sb: no such memory here; buffers are registered instead"
     if options.root != "0" and not any(op.rooted for op in operations):
@@ -383,10 +395,10 @@ def _notes(options: argparse.Namespace, operations: Sequence[Operation]) -> Iter
         yield "--alltoallv-metadata: of no effect without all_to_all_v"
     reducing = any(op.reduces for op in operations)
     if reducing and "all" not in (options.operation, options.datatype, options.redop):
-        types, reductions = _types(options.datatype), _reductions(options.redop)
+        types, reductions = _parse_types(options.datatype), _parse_reductions(options.redop)
         absent = [f"{r} of {t.name}" for t in types for r in reductions if not t.reduces(r)]
         if absent:
             yield f"left out: torch has no {', '.join(absent)}"
 
 
-main = Bench().main
+main = CollectivesCommand().main

@@ -1,5 +1,6 @@
-"""What is timed: one operation on prepared buffers, as a function without arguments; and all
-buffers of one size: allocated, registered where asked, and the steps that use them."""
+"""Calls that are timed: one operation on prepared buffers, as a function without arguments. The
+buffers of one size are allocated, and registered with the backend if requested.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from flagscale.bench.collectives.devices import RankGroup
 from flagscale.bench.collectives.patterns import Exchange, Pairs, exchanges_for, pairs_for
 from flagscale.bench.collectives.spec import BenchSpec, Case, GroupsSpec
 
-# torch 2.13 renamed them and warns of the old names.
+# torch 2.13 has renamed these functions, and warns about the old names.
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -30,7 +31,7 @@ REDUCE_OPS = {
     "max": dist.ReduceOp.MAX,
     "avg": dist.ReduceOp.AVG,
 }
-# torch's backends have no names for these types; where nothing is added up, bytes are bytes.
+# torch's backends do not support these types. Without a reduction their bytes are sent.
 _AS_BYTES = (torch.uint16, torch.int16, torch.uint32, torch.uint64)
 # Sums and products of two's complement are the same bits, signed or not; see DataType.reduces.
 _AS_SIGNED = {torch.uint32: torch.int32, torch.uint64: torch.int64}
@@ -41,30 +42,31 @@ Issue = Callable[[bool], Works]
 
 @dataclass(frozen=True)
 class Shape:
-    """The buffers of one operation for one size, in elements; equal on all ranks of a group but
-    for what ``exchanges`` says."""
+    """Buffer sizes of one operation in elements. They are equal on all ranks of a group, except
+    for ``exchanges``.
+    """
 
     elements: int
-    """The whole logical buffer."""
+    """Elements of the whole logical buffer."""
     inputs: int
     outputs: int
     exchanges: tuple[Exchange, ...] = ()
     pairs: Pairs = ()
 
     def shard(self, ranks: int) -> int:
-        """Elements of one rank's part."""
+        """Return the elements of one rank's part."""
         return self.elements // ranks
 
 
 @dataclass(frozen=True)
-class Part:
-    """One operation on one pair of buffers."""
+class OperationPart:
+    """One operation on a pair of buffers."""
 
     shape: Shape
     input: Tensor
     output: Tensor
     issue: Issue
-    """Start it; ``True`` asks for handles to wait on."""
+    """Start the operation; ``True`` requests handles to wait on."""
 
     def run(self) -> None:
         for work in self.issue(False):
@@ -72,51 +74,54 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Body:
-    """What one iteration runs: a part, or several issued together."""
+class IterationBody:
+    """One iteration: a part, or several that are issued together."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[OperationPart, ...]
     step: Callable[[], None]
 
 
-def shapes(
+def make_shapes(
     case: Case, size: int, group: RankGroup, spec: BenchSpec
 ) -> tuple[tuple[Shape, ...], tuple[str, ...]]:
-    """The shapes of the parts of about ``size`` bytes, by the coalescing ratio, and notes.
+    """Return the shapes of the parts of about ``size`` bytes, by the coalescing ratio, and
+    notes.
 
     Raises:
         ConfigError: all-to-all-v counts or pairs do not fit the group.
     """
     ratios = spec.buffers.ratio
     parts = [round(size * ratio / sum(ratios)) for ratio in ratios]
-    found, said = zip(*(_shape(case, part, group, spec.groups) for part in parts), strict=True)
-    return found, tuple(dict.fromkeys(note for notes in said for note in notes))
+    shapes, notes_by_part = zip(
+        *(_make_shape(case, part, group, spec.groups) for part in parts), strict=True
+    )
+    return shapes, tuple(dict.fromkeys(note for notes in notes_by_part for note in notes))
 
 
-def _shape(
-    case: Case, size: int, group: RankGroup, given: GroupsSpec
+def _make_shape(
+    case: Case, size: int, group: RankGroup, groups: GroupsSpec
 ) -> tuple[Shape, tuple[str, ...]]:
     op, n, element = case.operation, group.size, case.type.bytes
     if op.name == "barrier":
         return Shape(0, 0, 0), ()
     if op.name == "all_to_all_v":
-        exchanges, notes = exchanges_for(n, given.exchange, size, element)
-        most = max(sum(e.send_counts) for e in exchanges)
+        exchanges, notes = exchanges_for(n, groups.exchange, size, element)
+        largest = max(sum(e.send_counts) for e in exchanges)
         inputs, outputs = exchanges[max(group.index, 0)].extents
-        return Shape(most, inputs, outputs, exchanges), notes
-    elements = sizes.fit(size, element, n if op.parts else 1) // element
+        return Shape(largest, inputs, outputs, exchanges), notes
+    elements = sizes.round_to_parts(size, element, n if op.parts else 1) // element
     inputs = elements // n if op.input == "part" else elements
     outputs = elements // n if op.output == "part" else elements
     pairs: Pairs = ()
     if op.name in ("sendrecv", "permute"):
-        pairs = pairs_for(n, given.pairs if op.name == "permute" else None)
+        pairs = pairs_for(n, groups.pairs if op.name == "permute" else None)
     return Shape(elements, inputs, outputs, pairs=pairs), ()
 
 
-def build(
+def build_part(
     case: Case, shape: Shape, group: RankGroup, device: Device, output: Tensor | None = None
-) -> Part:
-    """Buffers of zeros and the operation on them. ``output`` reuses an earlier output."""
+) -> OperationPart:
+    """Return buffers of zeros with the operation on them. ``output`` reuses an existing output."""
     dtype = getattr(torch, case.type.torch)
 
     def zeros(elements: int) -> Tensor:
@@ -131,43 +136,47 @@ def build(
         source = output if case.in_place else zeros(shape.inputs)
         if case.in_place and name == "all_gather":
             source = output.narrow(0, group.index * shard, shard)
-    ends = _Ends(case, shape, group, _wire(case, source), _wire(case, output))
-    return Part(shape, source, output, _ISSUES[name](ends))
+    ends = _OperationBuffers(
+        case, shape, group, _transport_view(case, source), _transport_view(case, output)
+    )
+    return OperationPart(shape, source, output, _ISSUES[name](ends))
 
 
-def _wire(case: Case, tensor: Tensor) -> Tensor:
-    """The view of a buffer that torch.distributed can carry; the bytes are the same."""
+def _transport_view(case: Case, tensor: Tensor) -> Tensor:
+    """Return a view of a buffer in a type that torch.distributed supports, with the same bytes."""
     if not case.operation.reduces:
         # The buffer may be odd in bytes only for one-byte types, which need no view.
         return tensor.view(torch.uint8) if tensor.dtype in _AS_BYTES else tensor
     return tensor.view(_AS_SIGNED[tensor.dtype]) if tensor.dtype in _AS_SIGNED else tensor
 
 
-def assemble(parts: tuple[Part, ...], device: Device, group: RankGroup, name: str) -> Body:
-    """One iteration of ``parts``."""
+def build_body(
+    parts: tuple[OperationPart, ...], device: Device, group: RankGroup, name: str
+) -> IterationBody:
+    """Return one iteration of ``parts``."""
     if len(parts) == 1:
-        return Body(parts, parts[0].run)
+        return IterationBody(parts, parts[0].run)
     process_group = group.process_group
     # gloo moves GPU memory, too, and has no such launch.
-    grouping = not device.is_host and group.backend_on(device).supports_coalescing
+    supports_coalescing = not device.is_host and group.backend_for(device).supports_coalescing
 
-    def grouped() -> None:
+    def issue_grouped() -> None:
         # One launch for all parts, as ncclGroupStart and ncclGroupEnd make it.
         with _coalescing_manager(process_group, device.torch_device):
             for part in parts:
                 part.issue(False)
 
-    def together() -> None:
+    def issue_together() -> None:
         for work in [work for part in parts for work in part.issue(True)]:
             work.wait()
 
-    coalesced = grouping and name in ("all_reduce", "all_gather", "reduce_scatter")
-    return Body(parts, grouped if coalesced else together)
+    coalesced = supports_coalescing and name in ("all_reduce", "all_gather", "reduce_scatter")
+    return IterationBody(parts, issue_grouped if coalesced else issue_together)
 
 
 @dataclass(frozen=True)
-class _Ends:
-    """What an operation is issued on: this rank's buffers, as torch carries them."""
+class _OperationBuffers:
+    """Buffers of this rank for an operation, in types that torch supports."""
 
     case: Case
     shape: Shape
@@ -181,17 +190,17 @@ class _Ends:
 
     @property
     def root(self) -> int:
-        """The root's global rank."""
+        """Global rank of the root."""
         return self.group.ranks[self.case.root]
 
     def pieces_of_root(self, buffer: Tensor) -> list[Tensor] | None:
-        """A part for each rank, on the root alone."""
+        """Return a part for each rank, on the root alone."""
         at_root = self.group.index == self.case.root
         return list(buffer.chunk(self.group.size)) if at_root else None
 
 
-def _issue(call: Callable[..., Any], *arguments: Any) -> Issue:
-    """Of a torch collective that returns a handle when asked for one, and else has finished."""
+def _make_issue(call: Callable[..., Any], *arguments: Any) -> Issue:
+    """Wrap a torch collective that returns a handle if requested, and has finished otherwise."""
 
     def issue(handle: bool) -> Works:
         work = call(*arguments, handle)
@@ -200,113 +209,118 @@ def _issue(call: Callable[..., Any], *arguments: Any) -> Issue:
     return issue
 
 
-def _all_to_all_v(ends: _Ends) -> Issue:
+def _all_to_all_v(ends: _OperationBuffers) -> Issue:
     exchanges, source, out = ends.shape.exchanges, ends.source, ends.out
-    mine = exchanges[ends.group.index]
+    own_exchange = exchanges[ends.group.index]
     unit = ends.case.type.bytes // source.element_size()
     if all(e.packed for e in exchanges):
-        received = [count * unit for count in mine.recv_counts]
-        sent = [count * unit for count in mine.send_counts]
+        received = [count * unit for count in own_exchange.recv_counts]
+        sent = [count * unit for count in own_exchange.send_counts]
         group = ends.group.process_group
-        return _issue(dist.all_to_all_single, out, source, received, sent, group)
+        return _make_issue(dist.all_to_all_single, out, source, received, sent, group)
     # torch's list form wants equal pieces on some backends, so gaps go message by message.
-    send = _pieces(source, mine.send_displs, mine.send_counts, unit)
-    return _messages(ends.group, send, _pieces(out, mine.recv_displs, mine.recv_counts, unit))
+    send = _views_by_rank(source, own_exchange.send_displs, own_exchange.send_counts, unit)
+    return _issue_messages(
+        ends.group,
+        send,
+        _views_by_rank(out, own_exchange.recv_displs, own_exchange.recv_counts, unit),
+    )
 
 
-def _pieces(
+def _views_by_rank(
     buffer: Tensor, displs: tuple[int, ...], counts: tuple[int, ...], unit: int
 ) -> list[Tensor | None]:
-    """A view for each rank; None where there is nothing to move."""
+    """Return a view for each rank; None if there is nothing to move."""
     return [
         buffer.narrow(0, displ * unit, count * unit) if count else None
         for displ, count in zip(displs, counts, strict=True)
     ]
 
 
-def _messages(
+def _issue_messages(
     group: RankGroup, send: Sequence[Tensor | None], receive: Sequence[Tensor | None]
 ) -> Issue:
-    """Point to point: a tensor for each rank of the group, None for no message."""
-    me, operations = group.index, []
+    """Return point-to-point messages for the tensor of each rank; None for no message."""
+    own_index, operations = group.index, []
     for place, rank in enumerate(group.ranks):
         # A message to oneself is a copy; not every backend takes it.
         for call, tensor in ((dist.isend, send[place]), (dist.irecv, receive[place])):
-            if tensor is not None and place != me:
+            if tensor is not None and place != own_index:
                 operations.append(dist.P2POp(call, tensor, rank, group.process_group))
-    mine, to_me = send[me], receive[me]
+    sent_to_self, received_from_self = send[own_index], receive[own_index]
 
     def issue(_handle: bool) -> Works:
-        if mine is not None and to_me is not None:
-            to_me.copy_(mine)
+        if sent_to_self is not None and received_from_self is not None:
+            received_from_self.copy_(sent_to_self)
         return list(dist.batch_isend_irecv(operations)) if operations else []
 
     return issue
 
 
-def _along_pairs(ends: _Ends) -> Issue:
+def _issue_pairs(ends: _OperationBuffers) -> Issue:
     me, places, pairs = ends.group.index, range(ends.group.size), ends.shape.pairs
     send = [ends.source if (me, place) in pairs else None for place in places]
     receive = [ends.out if (place, me) in pairs else None for place in places]
-    return _messages(ends.group, send, receive)
+    return _issue_messages(ends.group, send, receive)
 
 
-def _barrier(ends: _Ends) -> Issue:
+def _barrier(ends: _OperationBuffers) -> Issue:
     index = ends.source.device.index  # None on the host
     devices = None if index is None else [index]
     group = ends.group.process_group
-    return _issue(lambda handle: dist.barrier(group, handle, devices))
+    return _make_issue(lambda handle: dist.barrier(group, handle, devices))
 
 
-def _of_group(call: Callable[..., Any], arguments: Callable[[_Ends], tuple[Any, ...]]) -> Any:
-    """Issues ``call`` with what it takes before its process group."""
-    return lambda e: _issue(call, *arguments(e), e.group.process_group)
+def _group_issue(
+    call: Callable[..., Any], arguments: Callable[[_OperationBuffers], tuple[Any, ...]]
+) -> Any:
+    """Return a function that issues ``call`` with its arguments before the process group."""
+    return lambda e: _make_issue(call, *arguments(e), e.group.process_group)
 
 
-_ISSUES: dict[str, Callable[[_Ends], Issue]] = {
-    "all_reduce": _of_group(dist.all_reduce, lambda e: (e.out, e.op)),
-    "all_gather": _of_group(_GATHER, lambda e: (e.out, e.source)),
-    "reduce_scatter": _of_group(_REDUCE_SCATTER, lambda e: (e.out, e.source, e.op)),
-    "all_to_all": _of_group(dist.all_to_all_single, lambda e: (e.out, e.source, None, None)),
+_ISSUES: dict[str, Callable[[_OperationBuffers], Issue]] = {
+    "all_reduce": _group_issue(dist.all_reduce, lambda e: (e.out, e.op)),
+    "all_gather": _group_issue(_GATHER, lambda e: (e.out, e.source)),
+    "reduce_scatter": _group_issue(_REDUCE_SCATTER, lambda e: (e.out, e.source, e.op)),
+    "all_to_all": _group_issue(dist.all_to_all_single, lambda e: (e.out, e.source, None, None)),
     "all_to_all_v": _all_to_all_v,
-    "broadcast": _of_group(dist.broadcast, lambda e: (e.out, e.root)),
-    "reduce": _of_group(dist.reduce, lambda e: (e.out, e.root, e.op)),
-    "gather": _of_group(dist.gather, lambda e: (e.source, e.pieces_of_root(e.out), e.root)),
-    "scatter": _of_group(dist.scatter, lambda e: (e.out, e.pieces_of_root(e.source), e.root)),
-    "sendrecv": _along_pairs,
-    "permute": _along_pairs,
+    "broadcast": _group_issue(dist.broadcast, lambda e: (e.out, e.root)),
+    "reduce": _group_issue(dist.reduce, lambda e: (e.out, e.root, e.op)),
+    "gather": _group_issue(dist.gather, lambda e: (e.source, e.pieces_of_root(e.out), e.root)),
+    "scatter": _group_issue(dist.scatter, lambda e: (e.out, e.pieces_of_root(e.source), e.root)),
+    "sendrecv": _issue_pairs,
+    "permute": _issue_pairs,
     "barrier": _barrier,
 }
 
 
-def algorithm(group: RankGroup, device: Device) -> str:
-    """Which algorithm the backend chose for its last operation; ``n/a`` where it does not tell.
-
-    A backend tells by a method ``last_algorithm() -> str``.
+def last_algorithm(group: RankGroup, device: Device) -> str:
+    """Return the algorithm of the backend's last operation; ``n/a`` if it has no method
+    ``last_algorithm() -> str``.
     """
     with suppress(RuntimeError, AttributeError):
-        return str(group.backend_on(device).last_algorithm())
+        return str(group.backend_for(device).last_algorithm())
     return "n/a"
 
 
 @dataclass(frozen=True)
 class PreparedBuffers:
-    """One size on one backend, ready to run."""
+    """Buffers of one size on one backend, ready to run."""
 
     group: RankGroup
-    bodies: tuple[Body, ...]
-    """One, or one an iteration with unique buffers."""
+    bodies: tuple[IterationBody, ...]
+    """One body, or one per iteration with unique buffers."""
     keep: Any = None
-    """What must live as long as the buffers."""
+    """Object that must live as long as the buffers."""
 
     def steps(self, count: int, first: int = 0) -> list[Callable[[], None]]:
-        """``count`` steps, of the buffers from number ``first`` on, over and over."""
+        """Return ``count`` steps that cycle through the buffers from number ``first`` on."""
         many = len(self.bodies)
         return [self.bodies[(first + i) % many].step for i in range(count)]
 
 
-def prepare(
-    case: Case, shapes: tuple[Shape, ...], group: RankGroup, device: Device, spec: BenchSpec
+def prepare_buffers(
+    case: Case, make_shapes: tuple[Shape, ...], group: RankGroup, device: Device, spec: BenchSpec
 ) -> PreparedBuffers:
     """Allocate all buffers of a size.
 
@@ -317,25 +331,25 @@ def prepare(
         return PreparedBuffers(group, ())
     iterations = spec.iterations
     count = iterations.measured + iterations.warmup if spec.buffers.unique else 1
-    bodies: list[Body] = []
-    with _pool(group, device, spec.buffers.registered) as keep:
+    bodies: list[IterationBody] = []
+    with _registered_pool(group, device, spec.buffers.registered) as keep:
         for _ in range(count):
             shared = bodies[0].parts if bodies and spec.buffers.shared_output else ()
             parts = []
-            for index, shape in enumerate(shapes * iterations.aggregated):
+            for index, shape in enumerate(make_shapes * iterations.aggregated):
                 reuse = shared[index].output if shared and not case.in_place else None
-                parts.append(build(case, shape, group, device, reuse))
-            bodies.append(assemble(tuple(parts), device, group, case.operation.name))
+                parts.append(build_part(case, shape, group, device, reuse))
+            bodies.append(build_body(tuple(parts), device, group, case.operation.name))
     return PreparedBuffers(group, tuple(bodies), keep)
 
 
 @contextmanager
-def _pool(group: RankGroup, device: Device, registered: int) -> Iterator[Any]:
-    """Allocations within are registered with the backend of ``group`` at the end."""
+def _registered_pool(group: RankGroup, device: Device, registered: int) -> Iterator[Any]:
+    """Register allocations in this context with the backend of ``group``, at its end."""
     if not registered or device.is_host:
         yield None
         return
-    backend: Any = group.backend_on(device)
+    backend: Any = group.backend_for(device)
     if not hasattr(backend, "register_mem_pool"):
         raise RuntimeError(f"{group.backend} registers no memory: measure it without -R")
     # NCCL's alone, and so CUDA's.
@@ -346,7 +360,9 @@ def _pool(group: RankGroup, device: Device, registered: int) -> Iterator[Any]:
 
 
 def _memory_pool(backend: Any, registered: int) -> Any:
-    """Of memory that NCCL made itself, or of CUDA's, which it registers too, but not as windows."""
+    """Return a pool of NCCL's own memory, or of CUDA's, which it can register, but not as
+    windows.
+    """
     try:
         return torch.cuda.MemPool(backend.mem_allocator)
     except RuntimeError as error:
@@ -358,9 +374,9 @@ def _memory_pool(backend: Any, registered: int) -> Any:
         return torch.cuda.MemPool()
 
 
-def release(prepared: PreparedBuffers, device: Device) -> None:
-    """Undo the registration of a size's buffers before they go."""
+def release_buffers(prepared: PreparedBuffers, device: Device) -> None:
+    """Deregister a size's buffers before they are freed."""
     if prepared.keep is not None:
         device.synchronize()
-        backend: Any = prepared.group.backend_on(device)
+        backend: Any = prepared.group.backend_for(device)
         backend.deregister_mem_pool(prepared.keep)

@@ -1,4 +1,6 @@
-"""Curves of time and bandwidth over size, of our rows and other tools' outputs; as SVG or PNG."""
+"""Curves of time and bandwidth over size, from result rows and other tools' outputs; as SVG or
+PNG.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.bench.collectives.operations import OPERATIONS
-from flagscale.bench.collectives.records import GB, GIB, Row
+from flagscale.bench.collectives.records import GB, GIB, ResultRow
 from flagscale.bench.files import read_text
 from flagscale.errors import ConfigError
-from flagscale.report.figure import Line, write_panels
+from flagscale.report.figure import PanelLine, write_panels
 
 
 @dataclass(frozen=True)
 class Point:
-    """One size: bytes, microseconds, 1e9 bytes a second."""
+    """One size in bytes, its time in microseconds, and its bandwidth in 1e9 bytes per second."""
 
     size: int
     time: float
     busbw: float
     time_spread: tuple[float, float] | None = None
-    """The middle half of the iterations."""
+    """First and third quartile of the iterations' times."""
 
     @property
     def busbw_spread(self) -> tuple[float, float] | None:
@@ -37,18 +39,18 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """What is drawn as one line."""
+    """One line of a diagram."""
 
     label: str
     points: tuple[Point, ...]
     imported: bool = False
     operation: str | None = None
-    """What was measured, where it is known."""
+    """The measured operation, if known."""
 
 
-def curves_of(rows: Iterable[Row]) -> list[Curve]:
-    """Our rows as curves: one an operation, type, reduction, root, place and backend."""
-    found: dict[tuple[str, ...], list[Point]] = {}
+def make_curves(rows: Iterable[ResultRow]) -> list[Curve]:
+    """Return result rows as curves, one per operation, type, reduction, root, place and backend."""
+    points_by_name: dict[tuple[str, ...], list[Point]] = {}
     for row in rows:
         if row.failure is not None or not row.time > 0:
             continue
@@ -57,42 +59,45 @@ def curves_of(rows: Iterable[Row]) -> list[Curve]:
         words += [f"root {row.root}"] if row.root > 0 else []
         words += ["in place"] if row.in_place and row.operation != "all_reduce" else []
         point = Point(row.size, row.time, row.busbw, row.spread)
-        found.setdefault((*words, row.backend), []).append(point)
-    return [_curve(" ".join(key), points, operation=key[0]) for key, points in found.items()]
+        points_by_name.setdefault((*words, row.backend), []).append(point)
+    return [
+        _sorted_curve(" ".join(key), points, operation=key[0])
+        for key, points in points_by_name.items()
+    ]
 
 
-def _curve(
+def _sorted_curve(
     label: str, points: Iterable[Point], *, imported: bool = False, operation: str | None = None
 ) -> Curve:
     return Curve(label, tuple(sorted(points, key=lambda p: p.size)), imported, operation)
 
 
 def read_results(path: Path) -> list[Curve]:
-    """The curves of a file that nccl-tests, nccom-test, FlagCX or this program wrote.
+    """Read the curves of a file that nccl-tests, nccom-test, FlagCX or this program wrote.
 
     Text is recognised by its lines, JSON by its keys.
 
     Raises:
-        ConfigError: it cannot be read, or holds no result that is known here.
+        ConfigError: the file cannot be read, or contains no supported result.
     """
     text = read_text(path, f"--import {path}")
     try:
         data = json.loads(text)
     except json.JSONDecodeError:
-        found = _from_text(text)
+        named_points = _parse_text(text)
     else:
-        found = _from_json(data, path)
-    named: dict[str, list[Point]] = {}
-    for name, point in found:
-        named.setdefault(name, []).append(point)
+        named_points = _parse_json(data, path)
+    points_by_name: dict[str, list[Point]] = {}
+    for name, point in named_points:
+        points_by_name.setdefault(name, []).append(point)
     curves = [
-        _curve(
+        _sorted_curve(
             f"{path.stem}{': ' if name else ''}{name}",
             points,
             imported=True,
             operation=first if (first := name.partition(" ")[0]) in OPERATIONS else None,
         )
-        for name, points in named.items()
+        for name, points in points_by_name.items()
     ]
     if not curves:
         raise ConfigError(
@@ -102,7 +107,7 @@ def read_results(path: Path) -> list[Curve]:
     return curves
 
 
-_Named = Iterator[tuple[str, Point]]
+_NamedPoints = Iterator[tuple[str, Point]]
 
 _NCCL = re.compile(r"\s*\d+\s+\d+\s+[a-z]\w*\s+\w+\s+-?\d+\s+(?P<rest>\S.*)")
 _FLAGCX = re.compile(
@@ -111,7 +116,7 @@ _FLAGCX = re.compile(
 )
 
 
-def _from_text(text: str) -> _Named:
+def _parse_text(text: str) -> _NamedPoints:
     heading: list[str] = []
     for line in text.splitlines():
         if "size(B)" in line.split():
@@ -120,19 +125,19 @@ def _from_text(text: str) -> _Named:
             time = float(match["time"]) * 1e6
             yield "FlagCX", Point(int(match["size"]), time, float(match["busbw"]))
         elif match := _NCCL.fullmatch(line):
-            yield from _nccl_points(int(line.split()[0]), match["rest"].split())
-        elif heading and (nccom := _nccom_point(heading, line.split())):
+            yield from _parse_nccl_cells(int(line.split()[0]), match["rest"].split())
+        elif heading and (nccom := _parse_nccom_cells(heading, line.split())):
             yield "nccom-test", nccom
 
 
-def _nccl_points(size: int, cells: Sequence[str]) -> _Named:
-    """Time, algbw, busbw and #wrong, out of place and then in place."""
+def _parse_nccl_cells(size: int, cells: Sequence[str]) -> _NamedPoints:
+    """Yield points for time, algbw, busbw and #wrong, out of place and then in place."""
     for name, four in (("out of place", cells[:4]), ("in place", cells[4:8])):
         if len(four) == 4 and four[0] != "N/A":
             yield name, Point(size, float(four[0]), float(four[2]))
 
 
-def _nccom_point(heading: Sequence[str], cells: Sequence[str]) -> Point | None:
+def _parse_nccom_cells(heading: Sequence[str], cells: Sequence[str]) -> Point | None:
     # Under time(us) nccom-test's GB are 2**30 bytes, under time:avg(us) they are 1e9.
     old = "time(us)" in heading
     time = "time(us)" if old else "time:avg(us)"
@@ -140,15 +145,15 @@ def _nccom_point(heading: Sequence[str], cells: Sequence[str]) -> Point | None:
     if len(cells) != len(heading) or time not in heading or bandwidth is None:
         return None
     row = dict(zip(heading, cells, strict=True))
-    binary = old or bandwidth == "busbw(GiB/s)"
+    is_binary = old or bandwidth == "busbw(GiB/s)"
     try:
-        busbw = float(row[bandwidth]) * (GIB / GB if binary else 1)
+        busbw = float(row[bandwidth]) * (GIB / GB if is_binary else 1)
         return Point(int(row["size(B)"]), float(row[time]), busbw)
     except ValueError:
         return None
 
 
-def _from_json(data: Any, path: Path) -> _Named:
+def _parse_json(data: Any, path: Path) -> _NamedPoints:
     rows = data.get("results") if isinstance(data, dict) else None
     try:
         for row in rows or []:
@@ -160,12 +165,12 @@ def _from_json(data: Any, path: Path) -> _Named:
                     busbw = float(row["busbw(GB/s)"])
                     yield name, Point(int(row["size(B)"]), float(time), busbw)
             else:
-                yield from _nccl_json_points(row)
+                yield from _parse_nccl_json(row)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"--import {path}: a result lacks or misstates {error}") from error
 
 
-def _nccl_json_points(row: Mapping[str, Any]) -> _Named:
+def _parse_nccl_json(row: Mapping[str, Any]) -> _NamedPoints:
     for key in ("out_of_place", "in_place"):
         values = row.get(key)
         if values and math.isfinite(float(values["time"])):
@@ -176,8 +181,13 @@ def _nccl_json_points(row: Mapping[str, Any]) -> _Named:
 def write_plot(
     path: Path, curves: Sequence[Curve], limits: Mapping[str, float] | None = None
 ) -> None:
-    """Write time and bandwidth beside each other into ``path``, an ``.svg`` or a ``.png``.
-    ``limits`` of the bus bandwidth, in 1e9 bytes a second, are lines across by their names.
+    """Write diagrams of time and bandwidth side by side to ``path``, an ``.svg`` or ``.png``.
+
+    Args:
+        path: file to write.
+        curves: lines of the diagrams.
+        limits: limits of the bus bandwidth by name, in 1e9 bytes per second, drawn as horizontal
+            lines.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -185,19 +195,19 @@ def write_plot(
     """
     sizes = {max(point.size, 1) for curve in curves for point in curve.points}
     levels = [
-        Line(f"{name}, {value:.4g} GB/s", dict.fromkeys(sizes, value), "gray", style)
+        PanelLine(f"{name}, {value:.4g} GB/s", dict.fromkeys(sizes, value), "gray", style)
         for style, (name, value) in zip((":", "-."), (limits or {}).items(), strict=False)
     ]
     panels = {
-        "time (microseconds)": [_line(i, curve, "time") for i, curve in enumerate(curves)],
+        "time (microseconds)": [_to_line(i, curve, "time") for i, curve in enumerate(curves)],
         "bus bandwidth (1e9 bytes a second)": [
-            *(_line(i, curve, "busbw") for i, curve in enumerate(curves)),
+            *(_to_line(i, curve, "busbw") for i, curve in enumerate(curves)),
             *levels,
         ],
     }
     write_panels(path, "", "", panels, legend=-1)
 
 
-def _line(index: int, curve: Curve, what: str) -> Line:
-    values = {max(point.size, 1): getattr(point, what) for point in curve.points}
-    return Line(curve.label, values, f"C{index % 10}", "--" if curve.imported else "-")
+def _to_line(index: int, curve: Curve, attribute: str) -> PanelLine:
+    values = {max(point.size, 1): getattr(point, attribute) for point in curve.points}
+    return PanelLine(curve.label, values, f"C{index % 10}", "--" if curve.imported else "-")

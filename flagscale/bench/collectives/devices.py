@@ -1,5 +1,4 @@
-"""Where a rank measures: its device, and the process groups it joins: one a replica group, for
-each backend."""
+"""Device of a rank, and the process groups it joins: one per replica group and backend."""
 
 from __future__ import annotations
 
@@ -13,26 +12,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group
 
-from flagscale.accelerators.device import Device, select
+from flagscale.accelerators.device import Device, select_device
 from flagscale.comm.base import CommBackend
 from flagscale.comm.options import OptionValues
 
 
-def choose(wanted: str, local_rank: int) -> Device:
-    """The device of the rank ``local_rank`` of its host, made current.
+def select_rank_device(kind: str, local_rank: int) -> Device:
+    """Return the device of the rank with this local rank, and make it current.
 
     Raises:
-        ConfigError: no kind is called so, or there are no such devices or fewer than ranks.
+        ConfigError: the kind is unknown, or the host has no such devices or fewer than ranks.
     """
-    device = select(wanted, local_rank)
+    device = select_device(kind, local_rank)
     if device.is_host:
-        # A rank's share of the machine is one thread; more would fight for the others' cores.
+        # One thread per rank: more would compete for the other ranks' cores.
         torch.set_num_threads(1)
     return device
 
 
-def pin(local_rank: int) -> None:
-    """Keep this process on one of the CPUs it may use."""
+def pin_to_cpu(local_rank: int) -> None:
+    """Bind this process to one of the CPUs it may use."""
     allowed = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {allowed[local_rank % len(allowed)]})
 
@@ -42,14 +41,14 @@ _COPIES = 10
 
 
 def probe_copies(device: Device) -> float:
-    """What plain copies reach, in 1e9 bytes a second: of all ranks at once to the next GPU of
-    this host.
+    """Measure plain copies by all ranks at the same time, each to the next GPU of its host.
+    Returns 1e9 bytes per second.
 
-    On a single GPU the copy stays on it; on a CPU it is one within memory, the way of every
-    message between ranks of one host. The better half of the copies counts.
+    On a single GPU the copy stays on it. On a CPU it is a copy within memory, which every
+    message between ranks of a host requires. The faster half of the copies counts.
     """
     size = _PROBE_BYTES["host" if device.is_host else "device"]
-    neighbour = device.accelerator.neighbour(device.torch_device)
+    neighbour = device.accelerator.next_device(device.torch_device)
     source = torch.ones(size, dtype=torch.uint8, device=device.torch_device)
     target = torch.zeros(size, dtype=torch.uint8, device=neighbour)
     target.copy_(source)
@@ -66,17 +65,17 @@ def probe_copies(device: Device) -> float:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """The ranks that one operation joins, as this rank sees them."""
+    """Ranks of one collective, from the view of this rank."""
 
     backend: str
     ranks: tuple[int, ...]
-    """Global ranks, in the order of the group."""
+    """Global ranks in the order of the group."""
     index: int
-    """This rank's place in ``ranks``; -1 when it has none."""
+    """Index of this rank in ``ranks``; -1 if it is no member."""
     process_group: dist.ProcessGroup
 
-    def backend_on(self, device: Device) -> Any:
-        """torch's object of the backend for tensors of ``device``."""
+    def backend_for(self, device: Device) -> Any:
+        """Return torch's backend object for tensors on ``device``."""
         return self.process_group._get_backend(device.torch_device)
 
     @property
@@ -88,7 +87,7 @@ class RankGroup:
         return self.index >= 0
 
 
-def form(
+def create_group(
     backend: CommBackend,
     groups: tuple[tuple[int, ...], ...],
     rank: int,
@@ -96,25 +95,24 @@ def form(
     seconds: float,
     options: OptionValues,
 ) -> RankGroup:
-    """The group of ``rank`` among ``groups``; every rank calls this with the same groups. The
-    variables that ``options`` amount to are set already.
-
-    A rank outside of all groups gets one it is no member of.
+    """Create process groups, and return the one of ``rank``. Every rank calls this with the same
+    groups, after setting the variables for ``options``. A rank outside of all groups gets a
+    group in which it is no member.
     """
-    mine: RankGroup | None = None
-    given = backend.init_options(device.torch_device, options)
+    own_group: RankGroup | None = None
+    init_options = backend.init_options(device.torch_device, options)
     for ranks in groups:
-        with backend.creating():
+        with backend.creation_context():
             process_group: dist.ProcessGroup = dist.new_group(
                 list(ranks),
                 timeout=timedelta(seconds=seconds),
                 backend=backend.torch_backend(device.kind),
-                pg_options=given.get("pg_options"),
+                pg_options=init_options.get("pg_options"),
             )
         if rank in ranks:
-            mine = RankGroup(backend.name, ranks, ranks.index(rank), process_group)
+            own_group = RankGroup(backend.name, ranks, ranks.index(rank), process_group)
             if not device.is_host:
-                # Communicators are made by the first operation; registering memory needs one.
+                # The first operation creates the communicator, which registering memory requires.
                 dist.all_reduce(torch.zeros(1, device=device.torch_device), group=process_group)
                 device.synchronize()
-    return mine or RankGroup(backend.name, groups[0], -1, _get_default_group())
+    return own_group or RankGroup(backend.name, groups[0], -1, _get_default_group())

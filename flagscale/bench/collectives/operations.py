@@ -1,9 +1,9 @@
-"""What each operation moves, who holds what, and the factor from algorithm to bus bandwidth; and
-the types of elements: their names in every dialect, sizes and precision.
+"""Operations: the data they move, their buffers, and the factor from algorithm to bus bandwidth;
+and element types with their names in other tools, sizes and precision.
 
-A size is that of the whole logical buffer: all of what an all-gather collects, all of what a
-reduce-scatter reduces, what one rank sends in a send-receive. The factors make the bandwidth
-comparable between rank counts; they are those of nccl-tests (PERFORMANCE.md) and nccom-test.
+A size is that of the whole logical buffer: what an all-gather collects, what a reduce-scatter
+reduces, what one rank sends in a send-receive. The factors make bandwidths comparable between
+rank counts; they are those of nccl-tests (PERFORMANCE.md) and nccom-test.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from flagscale.bench.command_line import did_you_mean
+from flagscale.bench.options import suggest_name
 from flagscale.errors import ConfigError
 
 Extent = Literal["whole", "part"]
@@ -22,7 +22,7 @@ REDUCTIONS = ("sum", "prod", "min", "max", "avg")
 
 @dataclass(frozen=True)
 class Operation:
-    """One collective or point-to-point pattern."""
+    """A collective or point-to-point pattern."""
 
     name: str
     summary: str
@@ -34,12 +34,12 @@ class Operation:
     same_output: bool = False
     """Every rank ends with the same bytes."""
     out_of_place: bool = True
-    """torch offers it between two buffers."""
+    """torch supports it between two buffers."""
     in_place: bool = False
-    """torch offers it in one buffer."""
+    """torch supports it in one buffer."""
 
     def bus_factor(self, ranks: int) -> float:
-        """Bus bandwidth divided by algorithm bandwidth, for ``ranks`` ranks."""
+        """Return bus bandwidth divided by algorithm bandwidth for ``ranks`` ranks."""
         share = (ranks - 1) / ranks
         if self.name == "all_reduce":
             return 2 * share
@@ -47,7 +47,7 @@ class Operation:
 
     @property
     def parts(self) -> bool:
-        """The buffer is cut in one part a rank."""
+        """Whether the buffer is divided into one part per rank."""
         return "part" in (self.input, self.output) or self.name.startswith("all_to_all")
 
 
@@ -128,43 +128,47 @@ _NAMES = {name: o for o in OPERATIONS.values() for name in (o.name, *o.aliases)}
 
 
 def is_operation(words: str) -> bool:
-    """Whether a word of a command line names operations, with commas between them."""
+    """Return whether a word of a command line names operations, separated by commas."""
     return all(word in _NAMES or word == "all" for word in words.split(","))
 
 
-def operation(name: str) -> Operation:
-    """The operation called ``name``, by its own name or an alias.
+def find_operation(name: str) -> Operation:
+    """Return the operation with this name or alias.
 
     Raises:
-        ConfigError: there is none; the message names the nearest.
+        ConfigError: there is none; the message has the nearest name.
     """
-    found = _NAMES.get(name.lower().replace("-", "_"))
-    if found is not None:
-        return found
-    meant = did_you_mean(name.lower(), _NAMES)
-    raise ConfigError(f"operation {name!r} is not known{meant} (known: {', '.join(OPERATIONS)})")
+    match = _NAMES.get(name.lower().replace("-", "_"))
+    if match is not None:
+        return match
+    suggestion = suggest_name(name.lower(), _NAMES)
+    raise ConfigError(
+        f"operation {name!r} is not known{suggestion} (known: {', '.join(OPERATIONS)})"
+    )
 
 
 @dataclass(frozen=True)
 class DataType:
-    """One element type."""
+    """An element type."""
 
     name: str
-    """As nccom-test prints it."""
+    """Name in nccom-test's output."""
     torch: str
-    """Its attribute of the ``torch`` module."""
+    """Attribute of the ``torch`` module."""
     nccl: str
-    """As nccl-tests prints it."""
+    """Name in nccl-tests' output."""
     bytes: int
     kind: Literal["integer", "float"]
     roundoff: float = 0.0
     """Unit roundoff: half the distance from 1 to the next number. 0 for integers."""
     tiny: float = 0.0
-    """The smallest number above 0, which bounds what underflow loses."""
+    """Smallest number above 0, which bounds the error by underflow."""
 
     def reduces(self, reduction: str) -> bool:
-        """Whether torch's backends can reduce it. They know no 16-bit integers and no unsigned
-        ones of 32 and 64 bits; sums and products of the latter are those of the signed ones."""
+        """Return whether torch's backends support a reduction of this type. They support no
+        16-bit integers, and no unsigned integers of 32 and 64 bits; sums and products of the
+        latter are computed as signed.
+        """
         if self.kind == "float" or self.name in ("uint8", "int8", "int32", "int64"):
             return self.kind == "float" or reduction != "avg"
         return self.bytes > 2 and reduction in ("sum", "prod")
@@ -194,21 +198,26 @@ DATA_TYPES: dict[str, DataType] = {
 _ALIASES = {
     **{t.torch: t.name for t in DATA_TYPES.values()},
     **{t.nccl: t.name for t in DATA_TYPES.values()},
-    **{"char": "int8", "byte": "uint8", "int": "int32"},
-    **{"f16": "fp16", "f32": "fp32", "f64": "fp64"},
+    "char": "int8",
+    "byte": "uint8",
+    "int": "int32",
+    "f16": "fp16",
+    "f32": "fp32",
+    "f64": "fp64",
 }
 
 
-def data_type(name: str) -> DataType:
-    """The type called ``name`` in any dialect: ``fp32``, ``float`` and ``float32`` are one.
+def find_data_type(name: str) -> DataType:
+    """Return the type with this name in any tool: ``fp32``, ``float`` and ``float32`` are the
+    same.
 
     Raises:
-        ConfigError: there is no such type; the message names the nearest.
+        ConfigError: there is no such type; the message has the nearest name.
     """
-    found = DATA_TYPES.get(_ALIASES.get(name.lower(), name.lower()))
-    if found is not None:
-        return found
-    meant = did_you_mean(name.lower(), [*DATA_TYPES, *_ALIASES])
+    match = DATA_TYPES.get(_ALIASES.get(name.lower(), name.lower()))
+    if match is not None:
+        return match
+    suggestion = suggest_name(name.lower(), [*DATA_TYPES, *_ALIASES])
     raise ConfigError(
-        f"-d/--datatype {name!r} is not known{meant} (known: {', '.join(DATA_TYPES)})"
+        f"-d/--datatype {name!r} is not known{suggestion} (known: {', '.join(DATA_TYPES)})"
     )

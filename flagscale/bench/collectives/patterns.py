@@ -1,7 +1,7 @@
-"""Which ranks take part with which: replica groups, permutation pairs, all-to-all-v counts.
+"""Communication patterns: replica groups, permutation pairs, all-to-all-v counts.
 
-Each comes from a JSON file in nccom-test's form. The file is read and its form checked when the
-command line is read; what depends on the number of ranks is checked when that is known.
+Each comes from a JSON file in nccom-test's format. Its form is checked when the command line is
+read; what depends on the number of ranks is checked once that is known.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _GROUPS = "--custom-replica-group"
 _PAIRS = "--custom-src-target-pairs"
 _COUNTS = "--alltoallv-metadata"
 ALIGNMENT = 32
-"""All-to-all-v counts are rounded up to so many bytes, as nccom-test does."""
+"""All-to-all-v counts are rounded up to this many bytes, as in nccom-test."""
 
 
-def _read(path: Path, flag: str, key: str) -> tuple[str, Any]:
-    """What messages call a JSON file, and the value under ``key`` in it, or the whole file where it
-    is a list.
+def _read_list(path: Path, flag: str, key: str) -> tuple[str, Any]:
+    """Return a JSON file's name for messages, and its value under ``key``, or the whole file if
+    it is a list.
 
     Raises:
         ConfigError: the file cannot be read, is no JSON, or has no such key.
@@ -45,32 +45,34 @@ def _read(path: Path, flag: str, key: str) -> tuple[str, Any]:
     raise ConfigError(f'{where}: expected {{"{key}": [...]}}')
 
 
-def _whole_numbers(value: Any) -> bool:
+def _is_list_of_naturals(value: Any) -> bool:
     return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
 
 
-def _require_once(ranks: Sequence[int], where: str, what: str) -> None:
-    twice = [rank for rank in ranks if ranks.count(rank) > 1]
-    if twice:
-        raise ConfigError(f"{where}: rank {min(twice)} {what}")
+def _refuse_duplicates(ranks: Sequence[int], where: str, problem: str) -> None:
+    duplicates = [rank for rank in ranks if ranks.count(rank) > 1]
+    if duplicates:
+        raise ConfigError(f"{where}: rank {min(duplicates)} {problem}")
 
 
-def _require_present(ranks: Iterable[int], world: int, flag: str) -> None:
+def _refuse_absent(ranks: Iterable[int], world: int, flag: str) -> None:
     absent = next((rank for rank in ranks if rank >= world), None)
     if absent is not None:
         raise ConfigError(f"{flag}: rank {absent} does not exist among {world} ranks")
 
 
 def read_groups(path: Path) -> Groups:
-    """Replica groups of ``{"replica_groups": [[0, 1], [2, 3]]}``.
+    """Read replica groups from ``{"replica_groups": [[0, 1], [2, 3]]}``.
 
     Raises:
         ConfigError: the form is wrong, a rank is in two groups, or sizes differ.
     """
-    where, data = _read(path, _GROUPS, "replica_groups")
-    if not data or not all(_whole_numbers(group) and group for group in data):
+    where, data = _read_list(path, _GROUPS, "replica_groups")
+    if not data or not all(_is_list_of_naturals(group) and group for group in data):
         raise ConfigError(f"{where}: expected lists of ranks, such as [[0, 1], [2, 3]]")
-    _require_once([rank for group in data for rank in group], where, "is in more than one place")
+    _refuse_duplicates(
+        [rank for group in data for rank in group], where, "is in more than one place"
+    )
     if len({len(group) for group in data}) > 1:
         sizes = ", ".join(str(len(group)) for group in data)
         raise ConfigError(f"{where}: the groups must be equally large, found {sizes}")
@@ -79,16 +81,16 @@ def read_groups(path: Path) -> Groups:
 
 
 def groups_for(world: int, custom: Groups | None, dimension: int | None) -> Groups:
-    """The groups that run at once among ``world`` ranks.
+    """Return the groups that run at the same time among ``world`` ranks.
 
-    A data-parallel dimension ``k`` gives ``world/k`` groups of ``k`` ranks, each ``world/k``
-    apart: with one group a rank of a host, each has one rank of every host.
+    A data-parallel dimension ``k`` gives ``world/k`` groups of ``k`` ranks with a stride of
+    ``world/k``: with one group per rank of a host, each has one rank of every host.
 
     Raises:
         ConfigError: a rank does not exist, or the dimension does not divide the world.
     """
     if custom is not None:
-        _require_present((rank for group in custom for rank in group), world, _GROUPS)
+        _refuse_absent((rank for group in custom for rank in group), world, _GROUPS)
         return custom
     if dimension is None:
         return (tuple(range(world)),)
@@ -99,38 +101,39 @@ def groups_for(world: int, custom: Groups | None, dimension: int | None) -> Grou
 
 
 def read_pairs(path: Path) -> Pairs:
-    """Source and target pairs of ``{"src_target_pairs": [[[0, 1], [1, 0]]]}``, or one list less.
+    """Read source and target pairs from ``{"src_target_pairs": [[[0, 1], [1, 0]]]}``, or with
+    one list less.
 
     Raises:
         ConfigError: the form is wrong, or a rank sends or receives twice.
     """
-    where, data = _read(path, _PAIRS, "src_target_pairs")
+    where, data = _read_list(path, _PAIRS, "src_target_pairs")
     if data and isinstance(data[0], list) and data[0] and isinstance(data[0][0], list):
         if len(data) > 1:
             raise ConfigError(f"{where}: one list of pairs is run, found {len(data)}")
         data = data[0]
-    if not data or not all(_whole_numbers(pair) and len(pair) == 2 for pair in data):
+    if not data or not all(_is_list_of_naturals(pair) and len(pair) == 2 for pair in data):
         raise ConfigError(f"{where}: expected pairs of ranks, such as [[[0, 1], [1, 0]]]")
     for index, does in ((0, "sends"), (1, "receives")):
-        _require_once([pair[index] for pair in data], where, f"{does} more than once")
+        _refuse_duplicates([pair[index] for pair in data], where, f"{does} more than once")
     return tuple((pair[0], pair[1]) for pair in data)
 
 
 def pairs_for(ranks: int, custom: Pairs | None) -> Pairs:
-    """The pairs of a permutation among ``ranks`` ranks; a ring where none are given.
+    """Return the pairs of a permutation among ``ranks`` ranks; by default a ring.
 
     Raises:
         ConfigError: a rank does not exist.
     """
     if custom is None:
         return tuple((rank, (rank + 1) % ranks) for rank in range(ranks))
-    _require_present((rank for pair in custom for rank in pair), ranks, _PAIRS)
+    _refuse_absent((rank for pair in custom for rank in pair), ranks, _PAIRS)
     return custom
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One rank's side of an all-to-all-v, in elements; one entry a rank of the group."""
+    """One rank's counts and displacements of an all-to-all-v in elements, one entry per rank."""
 
     send_counts: tuple[int, ...]
     send_displs: tuple[int, ...]
@@ -143,16 +146,16 @@ class Exchange:
 
     @property
     def extents(self) -> list[int]:
-        """Elements of the send and of the receive buffer: to the end of the last piece."""
+        """Elements of the send and of the receive buffer, up to the end of the last piece."""
         return [max(map(sum, zip(*side, strict=True)), default=0) for side in self._sides]
 
     @property
     def packed(self) -> bool:
-        """Pieces lie one after the other, in the order of the ranks, without gaps."""
-        return all(displs == _packed(counts) for counts, displs in self._sides)
+        """Whether the pieces are contiguous and in the order of the ranks."""
+        return all(displs == _contiguous_displacements(counts) for counts, displs in self._sides)
 
 
-def _packed(counts: Sequence[int]) -> tuple[int, ...]:
+def _contiguous_displacements(counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(sum(counts[:i]) for i in range(len(counts)))
 
 
@@ -160,17 +163,17 @@ _KEYS = ("send_counts", "send_displs", "recv_counts", "recv_displs")
 
 
 def read_exchange(path: Path) -> tuple[Exchange, ...]:
-    """All-to-all-v entries of ``{"alltoallv_metadata": [{"send_counts": ...}]}``.
+    """Read all-to-all-v entries from ``{"alltoallv_metadata": [{"send_counts": ...}]}``.
 
     Raises:
         ConfigError: a key is missing, a count is no whole number, or lengths differ.
     """
-    where, data = _read(path, _COUNTS, "alltoallv_metadata")
+    where, data = _read_list(path, _COUNTS, "alltoallv_metadata")
     if not data or not all(isinstance(entry, dict) for entry in data):
         raise ConfigError(f"{where}: expected one object, or one a rank")
     for number, entry in enumerate(data):
         for key in _KEYS:
-            if not _whole_numbers(entry.get(key)) or not entry[key]:
+            if not _is_list_of_naturals(entry.get(key)) or not entry[key]:
                 raise ConfigError(
                     f"{where}: entry {number}: {key} must be a list of whole numbers "
                     f"from 0 on, found {json.dumps(entry.get(key))[:60]}"
@@ -184,57 +187,65 @@ def read_exchange(path: Path) -> tuple[Exchange, ...]:
 def exchanges_for(
     ranks: int, custom: tuple[Exchange, ...] | None, size: int, element: int
 ) -> tuple[tuple[Exchange, ...], tuple[str, ...]]:
-    """Each rank's exchange for about ``size`` bytes of elements of ``element`` bytes, and notes.
+    """Return each rank's exchange for about ``size`` bytes of elements of ``element`` bytes, and
+    notes.
 
-    The given counts are proportions: they are scaled so that the rank that sends most sends
-    ``size`` bytes, each count rounded up to 32 bytes. Displacements keep their order and their
-    gaps. One entry stands for all ranks; what they receive then follows from what they send.
+    The counts of the file are proportions: they are scaled so that the rank that sends most
+    sends ``size`` bytes, with each count rounded up to 32 bytes. Displacements keep their order
+    and gaps. A single entry stands for all ranks; receive counts then follow from its send
+    counts.
 
     Raises:
-        ConfigError: the number of entries or their length does not fit ``ranks``; two ranks
-            disagree on a count; pieces of a receive buffer overlap.
+        ConfigError: the number of entries or their length does not fit ``ranks``; two ranks have
+            different counts; pieces of a receive buffer overlap.
     """
-    entries = (_uneven(ranks),) if custom is None else custom
+    entries = (_default_exchange(ranks),) if custom is None else custom
     for entry in entries:
         if len(entry.send_counts) != ranks:
             raise ConfigError(f"{_COUNTS}: {len(entry.send_counts)} counts for {ranks} ranks")
     if len(entries) not in (1, ranks):
-        found = f"{len(entries)} entries for {ranks} ranks"
-        raise ConfigError(f"{_COUNTS}: {found}; expected 1 or {ranks}")
+        amount = f"{len(entries)} entries for {ranks} ranks"
+        raise ConfigError(f"{_COUNTS}: {amount}; expected 1 or {ranks}")
     notes: tuple[str, ...] = ()
     if len(entries) != ranks:
-        given, entries = entries[0], _for_all(entries[0], ranks)
+        given, entries = entries[0], _expand_entry(entries[0], ranks)
         if custom is not None and any(e.recv_counts != given.recv_counts for e in entries):
             notes = ("all_to_all_v: receive counts follow from one entry's send counts",)
-    _agree(entries)
-    most = max(sum(entry.send_counts) for entry in entries)
-    if most == 0:
+    _check_counts_match(entries)
+    largest = max(sum(entry.send_counts) for entry in entries)
+    if largest == 0:
         raise ConfigError(f"{_COUNTS}: every count is 0")
     unit = max(1, ALIGNMENT // element)
 
     def scale(count: int) -> int:
         # Ceiling of the exact share, in whole units: rounding must agree on both sides.
-        return -(-count * size // (most * element * unit)) * unit
+        return -(-count * size // (largest * element * unit)) * unit
 
-    return tuple(_scaled(entry, scale) for entry in entries), notes
+    return tuple(_scale_exchange(entry, scale) for entry in entries), notes
 
 
-def _uneven(ranks: int) -> Exchange:
-    """The pattern without a file: rank j is sent j + 1 shares, so no two counts are equal."""
+def _default_exchange(ranks: int) -> Exchange:
+    """Return the default pattern: rank j receives j + 1 shares, so that no two counts are equal."""
     counts = tuple(range(1, ranks + 1))
-    return Exchange(counts, _packed(counts), counts, _packed(counts))
+    return Exchange(
+        counts, _contiguous_displacements(counts), counts, _contiguous_displacements(counts)
+    )
 
 
-def _for_all(entry: Exchange, ranks: int) -> tuple[Exchange, ...]:
+def _expand_entry(entry: Exchange, ranks: int) -> tuple[Exchange, ...]:
     entries = []
     for rank in range(ranks):
         received = (entry.send_counts[rank],) * ranks
-        displs = entry.recv_displs if received == entry.recv_counts else _packed(received)
+        displs = (
+            entry.recv_displs
+            if received == entry.recv_counts
+            else _contiguous_displacements(received)
+        )
         entries.append(Exchange(entry.send_counts, entry.send_displs, received, displs))
     return tuple(entries)
 
 
-def _agree(entries: Sequence[Exchange]) -> None:
+def _check_counts_match(entries: Sequence[Exchange]) -> None:
     for source, sender in enumerate(entries):
         for target, receiver in enumerate(entries):
             sent, received = sender.send_counts[target], receiver.recv_counts[source]
@@ -243,17 +254,17 @@ def _agree(entries: Sequence[Exchange]) -> None:
                 raise ConfigError(f"{_COUNTS}: {text} {received}")
 
 
-def _scaled(entry: Exchange, scale: Callable[[int], int]) -> Exchange:
+def _scale_exchange(entry: Exchange, scale: Callable[[int], int]) -> Exchange:
     def place(counts: tuple[int, ...], displs: tuple[int, ...]) -> tuple[int, ...]:
-        placed = [0] * len(counts)
+        displacements = [0] * len(counts)
         end = old_end = 0
         for i in sorted(range(len(counts)), key=lambda i: (displs[i], counts[i])):
             if displs[i] < old_end and counts[i]:
                 raise ConfigError(f"{_COUNTS}: pieces overlap at displacement {displs[i]}")
-            placed[i] = end + scale(max(displs[i] - old_end, 0))
-            end = placed[i] + scale(counts[i])
+            displacements[i] = end + scale(max(displs[i] - old_end, 0))
+            end = displacements[i] + scale(counts[i])
             old_end = max(old_end, displs[i] + counts[i])
-        return tuple(placed)
+        return tuple(displacements)
 
     return Exchange(
         send_counts=tuple(scale(c) for c in entry.send_counts),

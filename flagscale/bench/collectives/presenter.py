@@ -1,4 +1,4 @@
-"""Rank 0's voice: header, tables, progress, and the files a run leaves."""
+"""Output of rank 0: header, tables, progress, and files."""
 
 from __future__ import annotations
 
@@ -17,88 +17,92 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from flagscale import __version__
-from flagscale.bench.collectives.curves import curves_of, write_plot
+from flagscale.bench.collectives.curves import make_curves, write_plot
 from flagscale.bench.collectives.patterns import Groups
 from flagscale.bench.collectives.records import (
-    Row,
-    allowed_environment,
-    hold,
-    limits_of,
+    ResultRow,
+    compare_with_baseline,
+    find_limits,
+    select_variables,
     write_csv,
     write_json,
 )
 from flagscale.bench.collectives.report import render
-from flagscale.bench.collectives.session import Listener
+from flagscale.bench.collectives.session import ResultListener
 from flagscale.bench.collectives.spec import Average, BenchSpec, Case
-from flagscale.bench.collectives.table import Table, table
-from flagscale.bench.machine import hardware
+from flagscale.bench.collectives.table import Table, make_table
+from flagscale.bench.machine import describe_hardware
 from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
-from flagscale.hosts.names import folded
+from flagscale.hosts.names import format_ranges
 
 
 @dataclass(frozen=True)
-class Facts:
-    """One rank's part of the header."""
+class RankDescription:
+    """Description of one rank for the header, or the reason why it cannot take part."""
 
     rank: int
     host: str
     pid: int
     device: str
     place: str
-    """The device as torch names it."""
+    """torch's name of the device."""
     error: str | None = None
     exit_code: int = 0
 
 
-def versions() -> dict[str, str]:
-    """Of everything whose version a result depends on."""
-    own = {"flagscale": __version__, "torch": torch.__version__}
+def package_versions() -> dict[str, str]:
+    """Return the versions that a result depends on."""
+    versions = {"flagscale": __version__, "torch": torch.__version__}
     cuda = {"cuda": torch.version.cuda} if torch.version.cuda else {}
-    return {**own, "python": platform.python_version(), **cuda}
+    return {**versions, "python": platform.python_version(), **cuda}
 
 
-def topology(facts: Sequence[Facts]) -> str:
-    """``8 ranks on 2 hosts: a [0-3] 4 x NVIDIA H200, b [4-7] 4 x NVIDIA H200``."""
-    hosts: dict[str, list[Facts]] = {}
+def describe_topology(facts: Sequence[RankDescription]) -> str:
+    """Return a description such as ``8 ranks on 2 hosts: a [0-3] 4 x NVIDIA H200, b [4-7] 4 x
+    NVIDIA H200``.
+    """
+    hosts: dict[str, list[RankDescription]] = {}
     for fact in facts:
         hosts.setdefault(fact.host, []).append(fact)
     places = []
     for host, ranks in hosts.items():
         names = {f.device for f in ranks}
         devices = ", ".join(f"{sum(f.device == n for f in ranks)} x {n}" for n in sorted(names))
-        places.append(f"{host} [{folded([f.rank for f in ranks])}] {devices}")
+        places.append(f"{host} [{format_ranges([f.rank for f in ranks])}] {devices}")
     count, many = len(facts), len(hosts)
     world = f"{count} rank{'s' if count > 1 else ''} on {many} host{'s' if many > 1 else ''}"
     return f"{world}: {'; '.join(places)}"
 
 
 _AVERAGES: dict[Average, str] = {
-    **{"rank0": "of rank 0", "mean": "mean over ranks"},
-    **{"min": "least of ranks", "max": "most of ranks"},
+    "rank0": "of rank 0",
+    "mean": "mean over ranks",
+    "min": "least of ranks",
+    "max": "most of ranks",
 }
 
 
-def header(
+def describe_conditions(
     spec: BenchSpec,
     world: BenchWorld,
-    facts: Sequence[Facts],
+    facts: Sequence[RankDescription],
     backends: Sequence[str],
     groups: Groups,
 ) -> list[str]:
-    """The lines about how a run was measured, without their comment sign."""
+    """Return the lines on the conditions of a run, without comment signs."""
     size = "1e9" if spec.output.unit == "GB" else "2**30"
     clock = "time to issue" if spec.cpu_time else "wall clock / iterations"
     loop = spec.iterations
-    known = _backend_versions(backends)
+    versions = _backend_versions(backends)
     measured = []
     for name, backend in zip(spec.backends, backends, strict=True):
-        given = ", ".join(f"{option}={value}" for option, value in spec.options_of(name).items())
-        words = (backend, known.get(backend), given and f"({given})")
+        options = ", ".join(f"{option}={value}" for option, value in spec.options_of(name).items())
+        words = (backend, versions.get(backend), options and f"({options})")
         measured.append(" ".join(filter(None, words)))
     lines = [
-        " ".join(f"{name} {version}" for name, version in versions().items()),
-        f"backend {', '.join(measured)}; {topology(facts)}; started by {world.launcher}",
+        " ".join(f"{name} {version}" for name, version in package_versions().items()),
+        f"backend {', '.join(measured)}; {describe_topology(facts)}; started by {world.launcher}",
         f"unit {spec.output.unit}/s = {size} bytes a second; time: {clock}, "
         f"{_AVERAGES[spec.average]}; percentiles: of each iteration's slowest rank",
         f"{loop.measured} iterations after {loop.warmup}"
@@ -107,27 +111,31 @@ def header(
         + (f"; checked: {spec.check.mode}, seed {spec.check.seed}" if spec.check.mode else ""),
     ]
     if len(groups) > 1 or len(groups[0]) != world.size:
-        shown = " ".join(f"[{folded(group)}]" for group in groups[:8])
-        lines.append(f"{len(groups)} groups at once: {shown}{' ...' if len(groups) > 8 else ''}")
+        first_groups = " ".join(f"[{format_ranges(group)}]" for group in groups[:8])
+        lines.append(
+            f"{len(groups)} groups at once: {first_groups}{' ...' if len(groups) > 8 else ''}"
+        )
     return lines
 
 
 def _backend_versions(backends: Sequence[str]) -> dict[str, str]:
-    """Of those that have one of their own."""
-    found = {name: registry.backend(name).version() for name in backends}
-    return {name: version for name, version in found.items() if version}
+    """Return the versions of those backends that have one."""
+    versions = {name: registry.get_backend(name).version() for name in backends}
+    return {name: version for name, version in versions.items() if version}
 
 
-def rank_lines(facts: Sequence[Facts]) -> list[str]:
-    """nccl-tests' list of devices."""
+def list_rank_devices(facts: Sequence[RankDescription]) -> list[str]:
+    """Return nccl-tests' list of devices."""
     return [
         f"Rank {f.rank:>2} Group  0 Pid {f.pid:>6} on {f.host:>10} device {f.place} {f.device}"
         for f in facts
     ]
 
 
-def about(spec: BenchSpec, facts: Sequence[Facts], backends: Sequence[str]) -> dict[str, Any]:
-    """What a JSON file says about how its results came about."""
+def make_record(
+    spec: BenchSpec, facts: Sequence[RankDescription], backends: Sequence[str]
+) -> dict[str, Any]:
+    """Return the record of the conditions for a JSON file."""
     return {
         "config": {
             "prog": spec.prog,
@@ -144,32 +152,42 @@ def about(spec: BenchSpec, facts: Sequence[Facts], backends: Sequence[str]) -> d
         },
         "environment": {
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "versions": {**versions(), **_backend_versions(backends)},
-            **hardware(),
-            "topology": topology(facts),
+            "versions": {**package_versions(), **_backend_versions(backends)},
+            **describe_hardware(),
+            "topology": describe_topology(facts),
             "devices": sorted({f.device for f in facts}),
-            "variables": allowed_environment(os.environ),
+            "variables": select_variables(os.environ),
         },
     }
 
 
-Kept = defaultdict[Path, list[Row]]
-"""The rows of every file. Lines of a batch may name the same one: it gets the rows of all."""
+RowsByFile = defaultdict[Path, list[ResultRow]]
+"""Rows of every file. Lines of a batch may name the same file, which receives the rows of all."""
 
 
-class Presenter(Listener):
-    """Hears of every size as it is measured. Use as a context, so that files are written and the
-    terminal is left in order however the run ends."""
+class Presenter(ResultListener):
+    """Prints every size when it has been measured. As a context manager it writes the files and
+    restores the terminal however the run ends.
+    """
 
     def __init__(
-        self, spec: BenchSpec, kept: Kept, header: Sequence[str], about: Mapping[str, Any]
+        self,
+        spec: BenchSpec,
+        kept: RowsByFile,
+        describe_conditions: Sequence[str],
+        make_record: Mapping[str, Any],
     ) -> None:
-        self._all_rows: list[Row] = []
-        self._spec, self._kept, self._header, self._about = spec, kept, header, about
-        self._table: Table = table(spec, (), parts=False)
-        self._rows: list[Row] = []
-        # The table itself must stay on a terminal and in a pipe alike, so progress goes elsewhere.
-        # Never refreshed by a thread of its own, which would disturb the timing.
+        self._all_rows: list[ResultRow] = []
+        self._spec, self._kept, self._header, self._about = (
+            spec,
+            kept,
+            describe_conditions,
+            make_record,
+        )
+        self._table: Table = make_table(spec, (), parts=False)
+        self._rows: list[ResultRow] = []
+        # stdout is for the table, so progress goes to stderr. It is never refreshed by a thread,
+        # which would disturb the timing.
         self._progress = Progress(
             *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
             console=Console(stderr=True),
@@ -194,13 +212,13 @@ class Presenter(Listener):
         self._save(complete=kind is None)
         sys.stdout.flush()
 
-    def say(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self._print([f"# {text}"])
 
-    def series(self, cases: Sequence[Case], sizes: int, backends: int) -> None:
+    def on_series(self, cases: Sequence[Case], sizes: int, backends: int) -> None:
         spec = self._spec
         types = [t.name for t in spec.types]
-        self._table = table(spec, types, parts=cases[0].operation.parts, backends=backends)
+        self._table = make_table(spec, types, parts=cases[0].operation.parts, backends=backends)
         self._rows = []
         # One operation needs no title: nccom-test prints none.
         counts = (spec.operations, spec.types, spec.reductions, spec.roots)
@@ -212,35 +230,36 @@ class Presenter(Listener):
         self._task = self._progress.add_task(cases[0].label, total=sizes)
         self._progress.refresh()
 
-    def rows(self, rows: Sequence[Row]) -> None:
+    def rows(self, rows: Sequence[ResultRow]) -> None:
         files = {path.absolute() for path in self._spec.output.files}
         for kept in (self._rows, self._all_rows, *(self._kept[path] for path in files)):
             kept.extend(rows)
         self._print(self._table.lines(rows))
         self._progress.advance(self._task)
         self._progress.refresh()
-        # A run that is cut short has left all it measured.
+        # An interrupted run leaves all results so far.
         self._save(complete=False)
 
     def end_series(self) -> None:
         self._print(self._table.foot(self._rows))
 
     def finish(self) -> int:
-        """Write what was asked for and judge the run: 0, 1 (a row failed) or 4 (worse than before).
+        """Write the requested files, and return 0, 1 (a row failed) or 4 (worse than the
+        baseline).
 
         Raises:
             OSError: a file cannot be written.
         """
         output = self._spec.output
         for path in output.plots:
-            own = self._kept[path.absolute()]
-            write_plot(path, [*curves_of(own), *output.imports], limits_of(own))
+            rows = self._kept[path.absolute()]
+            write_plot(path, [*make_curves(rows), *output.imports], find_limits(rows))
         if output.csv is not None:
             write_csv(output.csv, self._kept[output.csv.absolute()])
         if output.report is not None:
-            own = self._kept[output.report.absolute()]
-            curves = [*curves_of(own), *output.imports]
-            page = render(own, curves, self._header, self._about)
+            rows = self._kept[output.report.absolute()]
+            curves = [*make_curves(rows), *output.imports]
+            page = render(rows, curves, self._header, self._about)
             output.report.write_text(page, encoding="utf-8")
         if any(not row.ok for row in self._all_rows):
             return 1
@@ -250,7 +269,9 @@ class Presenter(Listener):
         baseline = self._spec.comparison.baseline
         if baseline is None:
             return 0
-        compared, worse = hold(self._all_rows, baseline, self._spec.comparison.tolerance)
+        compared, worse = compare_with_baseline(
+            self._all_rows, baseline, self._spec.comparison.tolerance
+        )
         if not compared:
             text = f"error: --baseline {baseline.path}: none of its rows is one of these"
             print(text, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Results: one row a size, and the JSON file that keeps them with how they came about."""
+"""Result rows, one per size, and the JSON and CSV files that store them with their conditions."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.bench.files import read_text
+from flagscale.bench.statistics import Ratio
 from flagscale.errors import ConfigError
 from flagscale.files import write_atomic
-from flagscale.sample_statistics import Ratio
 
 GB = 1e9
 GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Row:
-    """What was measured for one size on one backend. Times in microseconds, bandwidths in 1e9
-    bytes a second."""
+class ResultRow:
+    """Result of one size on one backend. Times in microseconds, bandwidths in 1e9 bytes per
+    second.
+    """
 
     operation: str
     type: str
@@ -44,19 +45,19 @@ class Row:
     statistics: Mapping[str, float] = field(default_factory=dict)
     samples: int = 0
     spread: tuple[float, float] | None = None
-    """Between which times the middle half of the iterations lies."""
+    """First and third quartile of the iterations' times."""
     algorithm: str = "n/a"
     wrong: int | None = None
-    """Wrong elements over all ranks; None when nothing was checked."""
+    """Number of wrong elements over all ranks; None if not checked."""
     failure: str | None = None
     ratio: Ratio | None = None
-    """Its time over the first backend's."""
+    """Ratio of its time to the first backend's."""
     peak_share: float | None = None
     probe_share: float | None = None
 
     @property
     def algbw(self) -> float:
-        """Size over time, in 1e9 bytes a second; 0 for what moves nothing."""
+        """Size over time, in 1e9 bytes per second; 0 for an operation without data."""
         return self.size / self.time / 1e3 if self.time > 0 else 0.0
 
     @property
@@ -68,26 +69,36 @@ class Row:
         return self.failure is None and not self.wrong
 
 
-def limits_of(rows: Sequence[Row]) -> dict[str, float]:
-    """The limits of the bus bandwidth that shares of ``rows`` are of, in 1e9 bytes a second."""
-    found = {}
+def find_limits(rows: Sequence[ResultRow]) -> dict[str, float]:
+    """Return the limits of the bus bandwidth that the rows' shares refer to, in 1e9 bytes per
+    second.
+    """
+    limits = {}
     for name, share in (("peak", "peak_share"), ("probe", "probe_share")):
-        known = [row.busbw / part for row in rows if (part := getattr(row, share))]
-        if known:
-            found[name] = known[0]
-    return found
+        values = [row.busbw / part for row in rows if (part := getattr(row, share))]
+        if values:
+            limits[name] = values[0]
+    return limits
 
 
 _KEY = ("operation", "type", "reduction", "root", "in_place", "backend", "ranks", "size")
-"""What makes rows of different runs comparable."""
-_OF_SAME_NAME = (
-    *("algorithm", "operation", "reduction", "root", "in_place"),
-    *("backend", "ranks", "samples", "wrong", "failure"),
+"""Fields that identify comparable rows of different runs."""
+_SAME_NAME_FIELDS = (
+    "algorithm",
+    "operation",
+    "reduction",
+    "root",
+    "in_place",
+    "backend",
+    "ranks",
+    "samples",
+    "wrong",
+    "failure",
 )
 
 
-def to_json(row: Row) -> dict[str, Any]:
-    """A row with nccom-test's keys first and ours after them."""
+def to_json_record(row: ResultRow) -> dict[str, Any]:
+    """Return a row as a record with nccom-test's keys first, then others."""
     data: dict[str, Any] = {
         "size(B)": row.size,
         "count(elems)": row.count,
@@ -98,7 +109,7 @@ def to_json(row: Row) -> dict[str, Any]:
         **{name: _finite(value) for name, value in row.statistics.items()},
         "total_input_size(B)": row.input_bytes,
         "total_output_size(B)": row.output_bytes,
-        **{name: getattr(row, name) for name in _OF_SAME_NAME},
+        **{name: getattr(row, name) for name in _SAME_NAME_FIELDS},
     }
     if row.spread is not None:
         data["time:p25(us)"], data["time:p75(us)"] = row.spread
@@ -114,44 +125,46 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-_ALLOWED = re.compile(
+_ALLOWED_VARIABLES = re.compile(
     r"(NCCL|TORCH_NCCL|TORCH_SYMM_MEM|GLOO|FSCCL|FLAGCX|UCC|UCX|OMPI_MCA_btl|FI|MSCCL|RCCL|HCCL|MCCL)_"
     r"[A-Z0-9_]+|OMP_NUM_THREADS|CUDA_VISIBLE_DEVICES|CUDA_DEVICE_MAX_CONNECTIONS|CUDA_MODULE_LOADING"
     r"|TORCH_DISTRIBUTED_DEBUG|SLURM_(JOB_NUM_NODES|STEP_NUM_TASKS|STEP_NODELIST)"
 )
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+_SECRET_NAMES = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 
 
-def allowed_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that steer communication, by a list of names; a whole environment would
-    carry secrets into files that people pass on."""
+def select_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that affect communication, by an allowlist: a whole environment would
+    carry secrets into files that are passed on.
+    """
     return {
         name: value
         for name, value in sorted(environment.items())
-        if _ALLOWED.fullmatch(name) and not _SECRET.search(name)
+        if _ALLOWED_VARIABLES.fullmatch(name) and not _SECRET_NAMES.search(name)
     }
 
 
 def write_json(
-    path: Path, rows: Sequence[Row], about: Mapping[str, Any], *, complete: bool
+    path: Path, rows: Sequence[ResultRow], about: Mapping[str, Any], *, complete: bool
 ) -> None:
-    """Write results so far. The file is replaced as a whole, so a reader never sees half of it.
+    """Write the results so far. The file is replaced atomically, so that readers never see a
+    part of it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    results = [to_json(row) for row in rows]
+    results = [to_json_record(row) for row in rows]
     data = {"results": results, "format": 1, "complete": complete, **about}
     write_atomic(path, json.dumps(data, indent=1) + "\n", 0o644, durable=False)
 
 
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Write a line a result, under a JSON file's keys.
+def write_csv(path: Path, rows: Sequence[ResultRow]) -> None:
+    """Write one line per result, with the keys of the JSON file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    lines = [to_json(row) for row in rows]
+    lines = [to_json_record(row) for row in rows]
     for line in lines:
         # A ratio is three numbers.
         line |= {f"time_ratio:{name}": value for name, value in line.pop("time_ratio", {}).items()}
@@ -164,17 +177,17 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 @dataclass(frozen=True)
 class Baseline:
-    """The times of an earlier run, in microseconds, by the values of :data:`_KEY`."""
+    """Times of an earlier run in microseconds, by the values of :data:`_KEY`."""
 
     path: Path
     times: tuple[tuple[tuple[str, str, str, int, bool, str, int, int], float], ...]
 
 
 def read_baseline(path: Path) -> Baseline:
-    """The times of an earlier run's JSON file.
+    """Read the times of an earlier run's JSON file.
 
     Raises:
-        ConfigError: it is no result file of this program.
+        ConfigError: the file is no result of this program.
     """
     text = read_text(path, f"--baseline {path}")
     try:
@@ -191,9 +204,12 @@ def read_baseline(path: Path) -> Baseline:
     return Baseline(path, times)
 
 
-def hold(rows: Sequence[Row], baseline: Baseline, tolerance: float) -> tuple[int, list[str]]:
-    """How many rows the baseline has, too; and a line for each that took longer than there by more
-    than ``tolerance``, a fraction of it."""
+def compare_with_baseline(
+    rows: Sequence[ResultRow], baseline: Baseline, tolerance: float
+) -> tuple[int, list[str]]:
+    """Compare rows with a baseline. Returns how many rows it contains, and a line for each row
+    that is slower by more than ``tolerance``, a fraction of the baseline's time.
+    """
     worse, compared = [], 0
     times = dict(baseline.times)
     for row in rows:

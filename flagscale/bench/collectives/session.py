@@ -1,5 +1,6 @@
-"""Measuring, on every rank at once, and how the reports of all ranks about one size become a row.
-Rank 0 gets the rows, the others take part."""
+"""Measurement of a specification on all ranks, and combination of their reports into result
+rows. Rank 0 receives the rows; the other ranks take part.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +13,39 @@ import torch.distributed as dist
 
 from flagscale.accelerators.device import Device
 from flagscale.bench.collectives import checks, collective_calls, patterns
-from flagscale.bench.collectives.collective_calls import PreparedBuffers, Shape, prepare, release
-from flagscale.bench.collectives.devices import RankGroup, form, probe_copies
-from flagscale.bench.collectives.records import Row
+from flagscale.bench.collectives.collective_calls import (
+    PreparedBuffers,
+    Shape,
+    prepare_buffers,
+    release_buffers,
+)
+from flagscale.bench.collectives.devices import RankGroup, create_group, probe_copies
+from flagscale.bench.collectives.records import ResultRow
 from flagscale.bench.collectives.spec import Average, BenchSpec, Case
-from flagscale.bench.collectives.timing import Measured, gatherings, measure
-from flagscale.bench.collectives.watch import Watch
+from flagscale.bench.collectives.timing import TurnTimes, count_barriers, measure
+from flagscale.bench.collectives.watch import ProgressWatch
+from flagscale.bench.statistics import paired_ratio, percentile
 from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
-from flagscale.sample_statistics import paired_ratio, percentile
 
 Limits = tuple[float | None, float | None]
-"""The nominal and the measured limit of the bus bandwidth, in 1e9 bytes a second."""
+"""Nominal and measured limit of the bus bandwidth, in 1e9 bytes per second."""
 
 
-class Listener:
-    """What hears of the results. This one, for all ranks but 0, does nothing with them."""
+class ResultListener:
+    """Receiver of the results. This base class, for all ranks except 0, ignores them."""
 
-    def series(self, cases: Sequence[Case], sizes: int, backends: int) -> None:
-        """A table begins."""
+    def on_series(self, cases: Sequence[Case], sizes: int, backends: int) -> None:
+        """Called when a table begins."""
 
-    def rows(self, rows: Sequence[Row]) -> None:
-        """A size is measured."""
+    def rows(self, rows: Sequence[ResultRow]) -> None:
+        """Called when a size has been measured."""
 
     def end_series(self) -> None:
-        """The table is complete."""
+        """Called when the table is complete."""
 
-    def say(self, text: str) -> None:
-        """Something the reader should know, or asked for."""
+    def on_note(self, text: str) -> None:
+        """Called with a note for the reader."""
 
 
 @dataclass
@@ -48,197 +54,206 @@ class Session:
 
     world: BenchWorld
     device: Device
-    watch: Watch
+    watch: ProgressWatch
 
-    def run(self, spec: BenchSpec, listener: Listener) -> None:
-        """Measure everything that ``spec`` says. ``listener`` is rank 0's.
+    def run(self, spec: BenchSpec, listener: ResultListener) -> None:
+        """Measure everything in ``spec``. ``listener`` is rank 0's.
 
         Raises:
             ConfigError: groups, pairs, counts or roots do not fit the world.
         """
         ranks = patterns.groups_for(self.world.size, spec.groups.custom, spec.groups.dimension)
-        groups = self._form(spec, ranks)
+        groups = self._create_groups(spec, ranks)
         cases = list(spec.cases(groups[0].size))
-        # Everything that can be wrong with the counts shows before the first measurement.
-        said = [
+        # Errors in the counts are raised before the first measurement.
+        notes = [
             n
             for c in cases
             for s in spec.sizes
-            for n in collective_calls.shapes(c, s, groups[0], spec)[1]
+            for n in collective_calls.make_shapes(c, s, groups[0], spec)[1]
         ]
-        for note in dict.fromkeys(said):
-            listener.say(f"note: {note}")
-        limits = self._limits(spec)
-        if text := _limits_in_words(limits, spec):
-            listener.say(f"note: {text}")
-        # Cases that differ in their place alone make one table.
+        for note in dict.fromkeys(notes):
+            listener.on_note(f"note: {note}")
+        limits = self._measure_limits(spec)
+        if text := _describe_limits(limits, spec):
+            listener.on_note(f"note: {text}")
+        # Cases that differ only in whether they are in place share a table.
         tables: dict[Case, list[Case]] = {}
         for case in cases:
             tables.setdefault(replace(case, in_place=False), []).append(case)
         for _ in range(spec.iterations.cycles):
-            for series in tables.values():
-                self._series(series, groups, spec, limits, listener)
+            for on_series in tables.values():
+                self._run_series(on_series, groups, spec, limits, listener)
 
-    def _form(self, spec: BenchSpec, ranks: patterns.Groups) -> list[RankGroup]:
+    def _create_groups(self, spec: BenchSpec, ranks: patterns.Groups) -> list[RankGroup]:
         seconds = spec.placement.timeout * 2 + 60
         groups = []
         for name in spec.backends:
-            self.watch.enter(f"the creation of {len(ranks)} group(s) on {name}")
-            adapter, values = registry.usable(name, self.device.kind), spec.options_of(name)
-            groups.append(form(adapter, ranks, self.world.rank, self.device, seconds, values))
-        return _named_apart(groups)
+            self.watch.enter_stage(f"the creation of {len(ranks)} group(s) on {name}")
+            adapter, values = (
+                registry.get_usable_backend(name, self.device.kind),
+                spec.options_of(name),
+            )
+            groups.append(
+                create_group(adapter, ranks, self.world.rank, self.device, seconds, values)
+            )
+        return _number_duplicates(groups)
 
-    def _limits(self, spec: BenchSpec) -> Limits:
-        nominal = spec.comparison.peak or self.device.nominal_gb
+    def _measure_limits(self, spec: BenchSpec) -> Limits:
+        nominal = spec.comparison.peak or self.device.nominal_bus_gb_per_second
         if not spec.comparison.probe:
             return nominal, None
-        self.watch.enter("the probe of plain copies")
-        self.together()
+        self.watch.enter_stage("the probe of plain copies")
+        self.barrier()
         return nominal, min(self.gather(probe_copies(self.device)))
 
-    def _series(
+    def _run_series(
         self,
         cases: Sequence[Case],
         groups: Sequence[RankGroup],
         spec: BenchSpec,
         limits: Limits,
-        listener: Listener,
+        listener: ResultListener,
     ) -> None:
         sizes: dict[int, int] = {}
         for size in (0,) if cases[0].operation.name == "barrier" else spec.sizes:
-            shapes = collective_calls.shapes(cases[0], size, groups[0], spec)[0]
-            # Small sizes may be cut to the same one.
+            shapes = collective_calls.make_shapes(cases[0], size, groups[0], spec)[0]
+            # Several small sizes may be rounded to the same one.
             sizes.setdefault(sum(shape.elements for shape in shapes), size)
-        listener.series(cases, len(sizes), len(groups))
+        listener.on_series(cases, len(sizes), len(groups))
         for size in sizes.values():
-            rows: list[Row] = []
+            rows: list[ResultRow] = []
             for case in cases:
-                shapes = collective_calls.shapes(case, size, groups[0], spec)[0]
+                shapes = collective_calls.make_shapes(case, size, groups[0], spec)[0]
                 blank = _blank_row(case, shapes, groups[0])
-                rows += _Size(self, spec, case, blank, groups, listener).rows(shapes)
-            listener.rows([_against_limits(row, limits) for row in rows])
+                rows += _SizeMeasurement(self, spec, case, blank, groups, listener).rows(shapes)
+            listener.rows([_add_limit_shares(row, limits) for row in rows])
         listener.end_series()
 
-    def together(self) -> None:
-        """Every rank is here, and its device idle."""
+    def barrier(self) -> None:
+        """Wait for every rank and its device."""
         self.device.synchronize()
         dist.barrier()
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks."""
-        found: list[Any] = [None] * self.world.size
-        dist.all_gather_object(found, value)
-        return found
+        """Return the values of all ranks."""
+        values: list[Any] = [None] * self.world.size
+        dist.all_gather_object(values, value)
+        return values
 
 
 @dataclass(frozen=True)
-class Report:
-    """What one rank sends to rank 0 about one size on one backend."""
+class RankReport:
+    """RankReport of one rank on one size and backend."""
 
     member: bool
     group: tuple[int, ...]
-    turns: tuple[Measured, ...] = ()
-    checks: tuple[checks.Checked, ...] = ()
-    algorithm: str = "n/a"
+    turns: tuple[TurnTimes, ...] = ()
+    checks: tuple[checks.CheckResult, ...] = ()
+    last_algorithm: str = "n/a"
 
 
 @dataclass
-class _Size:
-    """One size of one case, on all backends."""
+class _SizeMeasurement:
+    """One size of one case on all backends."""
 
     session: Session
     spec: BenchSpec
     case: Case
-    blank: Row
+    blank: ResultRow
     groups: Sequence[RankGroup]
-    listener: Listener
+    listener: ResultListener
     ready: list[PreparedBuffers] = field(default_factory=list)
-    """Of each backend, as the following lists are."""
-    checked: list[checks.Checked] = field(default_factory=list)
+    """Buffers of each backend; the following list has the same order."""
+    checked: list[checks.CheckResult] = field(default_factory=list)
 
-    def rows(self, shapes: tuple[Shape, ...]) -> list[Row]:
-        """A row of each backend, on every rank (only rank 0's are shown)."""
-        self.session.watch.enter(f"{self.case.label} {self.blank.size} B, preparation")
+    def rows(self, shapes: tuple[Shape, ...]) -> list[ResultRow]:
+        """Return a row per backend, on every rank; only rank 0's are shown."""
+        self.session.watch.enter_stage(f"{self.case.label} {self.blank.size} B, preparation")
         failure = self._attempt(lambda: self._prepare(shapes)) or self._attempt(self._first_run)
         if failure:
             rows = [replace(self.blank, backend=g.backend, failure=failure) for g in self.groups]
         else:
-            rows = self._judge(self._reports(self._turns()))
+            rows = self._make_rows(self._gather_reports(self._time_turns()))
         for prepared in self.ready:
-            release(prepared, self.session.device)
+            release_buffers(prepared, self.session.device)
         return rows
 
     def _prepare(self, shapes: tuple[Shape, ...]) -> None:
         device = self.session.device
         for group in self.groups:
-            self.ready.append(prepare(self.case, shapes, group, device, self.spec))
+            self.ready.append(prepare_buffers(self.case, shapes, group, device, self.spec))
         device.synchronize()
 
     def _first_run(self) -> None:
-        """The first check, and what the first call of all allocates or connects."""
+        """Run the first check, and the first call, which allocates and connects."""
         case, device, spec = self.case, self.session.device, self.spec
         for prepared in self.ready:
             if spec.output.print_buffers and case.operation.name != "barrier":
-                said = checks.sample(case, prepared, device, spec)
-                whose = f"{prepared.group.backend}, rank {self.session.world.rank}"
-                self.listener.say(f"{self.blank.size} B, {whose}: {said}")
-            self.checked.append(checks.check(case, prepared, device, spec))
+                values = checks.format_sample(case, prepared, device, spec)
+                rank_name = f"{prepared.group.backend}, rank {self.session.world.rank}"
+                self.listener.on_note(f"{self.blank.size} B, {rank_name}: {values}")
+            self.checked.append(checks.check_output(case, prepared, device, spec))
             for step in prepared.steps(min(1, len(prepared.bodies))):
                 step()
         device.synchronize()
 
     def _attempt(self, work: Callable[[], None]) -> str | None:
-        """Do ``work`` on every rank; what went wrong on the first rank where it did."""
+        """Call ``work`` on every rank, and return the error of the first rank that has one."""
         problem = None
         try:
             work()
         except (RuntimeError, MemoryError, ValueError) as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             problem = lines[0][:200]
-        found = self.session.gather(problem)
-        failed = [rank for rank, text in enumerate(found) if text]
-        return f"Failure on rank {failed[0]}: {found[failed[0]]}" if failed else None
+        problems = self.session.gather(problem)
+        failed = [rank for rank, text in enumerate(problems) if text]
+        return f"Failure on rank {failed[0]}: {problems[failed[0]]}" if failed else None
 
-    def _turns(self) -> list[list[Measured]]:
-        """This rank's times, a turn after the other."""
+    def _time_turns(self) -> list[list[TurnTimes]]:
+        """Return this rank's times of each backend, one entry per turn."""
         session, spec = self.session, self.spec
-        turns: list[list[Measured]] = [[] for _ in self.ready]
+        turns: list[list[TurnTimes]] = [[] for _ in self.ready]
         warmups = spec.iterations.warmup
         rounds = spec.comparison.rounds if len(self.ready) > 1 else 1
         count = -(-spec.iterations.measured // rounds)
-        session.watch.enter(f"{self.case.label} {self.blank.size} B")
+        session.watch.enter_stage(f"{self.case.label} {self.blank.size} B")
         for prepared in self.ready:
-            checks.clear(prepared)
+            checks.clear_buffers(prepared)
         for number in range(rounds):
-            # By turns, and each first as often as last: a drift hits all alike.
+            # Alternating order: a drift of the machine affects all backends alike.
             order = range(len(self.ready)) if number % 2 == 0 else reversed(range(len(self.ready)))
             for index in order:
                 prepared = self.ready[index]
                 if not prepared.bodies:
-                    # A rank outside of all groups keeps step with the others.
-                    for _ in range(gatherings(session.device, spec)):
-                        session.together()
+                    # A rank outside of all groups takes part in the same barriers.
+                    for _ in range(count_barriers(session.device, spec)):
+                        session.barrier()
                     continue
                 steps, warmup = prepared.steps(count, warmups), prepared.steps(warmups)
-                marks, start = session.watch.marks, session.together
+                marks, start = session.watch.marks, session.barrier
                 turns[index].append(measure(steps, warmup, session.device, spec, marks, start))
         return turns
 
-    def _reports(self, turns: Sequence[Sequence[Measured]]) -> list[list[Report]]:
-        """Check once more, after the timing, and tell everyone: all ranks' reports."""
+    def _gather_reports(self, turns: Sequence[Sequence[TurnTimes]]) -> list[list[RankReport]]:
+        """Check again after the timing, and return all ranks' reports."""
         session = self.session
-        session.watch.enter(f"{self.case.label} {self.blank.size} B, check")
+        session.watch.enter_stage(f"{self.case.label} {self.blank.size} B, check")
         reports = []
-        for prepared, first, own in zip(self.ready, self.checked, turns, strict=True):
-            second = checks.check(self.case, prepared, session.device, self.spec)
-            group, shows = prepared.group, self.spec.output.show_algorithm
-            algorithm = collective_calls.algorithm(group, session.device) if shows else "n/a"
-            report = Report(group.member, group.ranks, tuple(own), (first, second), algorithm)
+        for prepared, first, times in zip(self.ready, self.checked, turns, strict=True):
+            second = checks.check_output(self.case, prepared, session.device, self.spec)
+            group, show_algorithm = prepared.group, self.spec.output.show_algorithm
+            last_algorithm = (
+                collective_calls.last_algorithm(group, session.device) if show_algorithm else "n/a"
+            )
+            report = RankReport(
+                group.member, group.ranks, tuple(times), (first, second), last_algorithm
+            )
             reports.append(session.gather(report))
         return reports
 
-    def _judge(self, reports: Sequence[Sequence[Report]]) -> list[Row]:
-        rows: list[Row] = []
+    def _make_rows(self, reports: Sequence[Sequence[RankReport]]) -> list[ResultRow]:
+        rows: list[ResultRow] = []
         base = _turn_times(reports[0], self.spec)
         for prepared, of_ranks in zip(self.ready, reports, strict=True):
             blank = replace(self.blank, backend=prepared.group.backend)
@@ -246,21 +261,23 @@ class _Size:
             if rows:
                 row = replace(row, ratio=paired_ratio(_turn_times(of_ranks, self.spec), base))
             if row.failure is not None:
-                self._dump(prepared, of_ranks)
+                self._dump_wrong(prepared, of_ranks)
             rows.append(row)
         return rows
 
-    def _dump(self, prepared: PreparedBuffers, reports: Sequence[Report]) -> None:
-        """Ranks of a group where something is wrong save what they hold."""
-        mine = [reports[rank].checks for rank in prepared.group.ranks]
-        if prepared.group.member and any(c.wrong for found in mine for c in found):
+    def _dump_wrong(self, prepared: PreparedBuffers, reports: Sequence[RankReport]) -> None:
+        """Save the buffers on ranks of a group with wrong results."""
+        checks_of_group = [reports[rank].checks for rank in prepared.group.ranks]
+        if prepared.group.member and any(
+            c.wrong for checks_of_rank in checks_of_group for c in checks_of_rank
+        ):
             rank = self.session.world.rank
             part = reports[rank].checks[-1].part
-            checks.dump(self.case, prepared, self.spec, self.blank.size, rank, part)
+            checks.dump_buffers(self.case, prepared, self.spec, self.blank.size, rank, part)
 
 
-def _named_apart(groups: Sequence[RankGroup]) -> list[RankGroup]:
-    """One backend against itself, which shows the noise, needs two names."""
+def _number_duplicates(groups: Sequence[RankGroup]) -> list[RankGroup]:
+    """Number the names of a backend that is compared with itself, which measures the noise."""
     names = [group.backend for group in groups]
     return [
         replace(group, backend=f"{group.backend}#{names[: i + 1].count(group.backend)}")
@@ -270,8 +287,8 @@ def _named_apart(groups: Sequence[RankGroup]) -> list[RankGroup]:
     ]
 
 
-def _limits_in_words(limits: Limits, spec: BenchSpec) -> str:
-    """What the columns peak(%) and probe(%) are shares of."""
+def _describe_limits(limits: Limits, spec: BenchSpec) -> str:
+    """Describe the limits that the columns peak(%) and probe(%) refer to."""
     nominal, measured = limits
     words = []
     if nominal is not None and (spec.comparison.peak is not None or spec.comparison.probe):
@@ -281,10 +298,10 @@ def _limits_in_words(limits: Limits, spec: BenchSpec) -> str:
     return "; ".join(words)
 
 
-def _blank_row(case: Case, shapes: Sequence[Shape], group: RankGroup) -> Row:
+def _blank_row(case: Case, shapes: Sequence[Shape], group: RankGroup) -> ResultRow:
     element = case.type.bytes
     count = sum(shape.elements for shape in shapes)
-    return Row(
+    return ResultRow(
         operation=case.operation.name,
         type=case.type.name,
         nccl_type=case.type.nccl,
@@ -302,21 +319,24 @@ def _blank_row(case: Case, shapes: Sequence[Shape], group: RankGroup) -> Row:
 
 
 _OVER_RANKS: dict[Average, Callable[[Sequence[float]], float]] = {
-    **{"rank0": lambda times: times[0], "mean": fmean, "min": min, "max": max}
+    "rank0": lambda times: times[0],
+    "mean": fmean,
+    "min": min,
+    "max": max,
 }
 
 
-def _turn_times(reports: Sequence[Report], spec: BenchSpec) -> list[float]:
-    """The time of each turn, over the ranks by ``-a``."""
+def _turn_times(reports: Sequence[RankReport], spec: BenchSpec) -> list[float]:
+    """Return the time of each turn, combined over the ranks as ``-a`` selects."""
     over_ranks = _OVER_RANKS[spec.average]
     turns = zip(*(report.turns for report in reports if report.member), strict=True)
     return [over_ranks([turn.average for turn in of_ranks]) for of_ranks in turns]
 
 
-def _make_row(blank: Row, reports: Sequence[Report], spec: BenchSpec) -> Row:
+def _make_row(blank: ResultRow, reports: Sequence[RankReport], spec: BenchSpec) -> ResultRow:
     members = [report for report in reports if report.member]
     average = fmean(_turn_times(reports, spec))
-    # Of each iteration the longest over the ranks: that is what everyone waited for.
+    # An iteration takes as long as on its slowest rank, for which all wait.
     samples = [
         max(of_ranks)
         for turn in zip(*(report.turns for report in members), strict=True)
@@ -325,21 +345,21 @@ def _make_row(blank: Row, reports: Sequence[Report], spec: BenchSpec) -> Row:
     statistics = {
         s.heading: s.value(average, samples) for s in spec.output.statistics if s.name != "avg"
     }
-    wrong, failure = _correctness(members, spec, blank)
+    wrong, failure = _combine_checks(members, spec, blank)
     return replace(
         blank,
         time=average,
         statistics=statistics,
         samples=len(samples),
         spread=(percentile(samples, 25), percentile(samples, 75)) if len(samples) > 1 else None,
-        algorithm=members[0].algorithm,
+        algorithm=members[0].last_algorithm,
         wrong=wrong,
         failure=failure,
     )
 
 
-def _correctness(
-    members: Sequence[Report], spec: BenchSpec, blank: Row
+def _combine_checks(
+    members: Sequence[RankReport], spec: BenchSpec, blank: ResultRow
 ) -> tuple[int | None, str | None]:
     if spec.check.mode is None or blank.operation == "barrier":
         return None, None
@@ -347,20 +367,20 @@ def _correctness(
     if wrong:
         first = next(c.first for report in members for c in report.checks if c.wrong)
         ranks = sum(any(c.wrong for c in report.checks) for report in members)
-        what = f"{wrong} wrong in all; {first}"
-        where = f"data in {spec.check.dump_shown}"
-        return wrong, f"Check failed on {ranks} of {len(members)} ranks: {what} - {where}"
-    prints: dict[tuple[int, ...], set[tuple[bytes, ...]]] = {}
+        summary = f"{wrong} wrong in all; {first}"
+        location = f"data in {spec.check.dump_shown}"
+        return wrong, f"Check failed on {ranks} of {len(members)} ranks: {summary} - {location}"
+    fingerprints: dict[tuple[int, ...], set[tuple[bytes, ...]]] = {}
     for report in members:
-        found = tuple(check.fingerprint for check in report.checks)
-        prints.setdefault(report.group, set()).add(found)
-    for group, different in prints.items():
+        fingerprint = tuple(check.fingerprint for check in report.checks)
+        fingerprints.setdefault(report.group, set()).add(fingerprint)
+    for group, different in fingerprints.items():
         if len(different) > 1:
             return 0, f"Check failed: ranks {group} ended with different bytes"
     return 0, None
 
 
-def _against_limits(row: Row, limits: Limits) -> Row:
+def _add_limit_shares(row: ResultRow, limits: Limits) -> ResultRow:
     nominal, measured = limits
     return replace(
         row,

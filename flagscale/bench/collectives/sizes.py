@@ -1,4 +1,4 @@
-"""Sizes in bytes: how they are written, which ones a sweep visits, how they fit their elements."""
+"""Sizes in bytes: parsing, the sizes of a sweep, and rounding to whole elements."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ _MOST_SIZES = 10_000
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as ``1024``, ``2kb``, ``32M``, ``4GiB``; every unit is binary.
+    """Return the bytes of a size such as ``1024``, ``2kb``, ``32M``, ``4GiB``. All units are
+    binary.
 
     Raises:
-        ConfigError: it is no size, or not a whole number of bytes.
+        ConfigError: the text is no size, or no whole number of bytes.
     """
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
         raise ConfigError(f"{text!r} is not a size; expected such as 1024, 128K, 32MB or 4G")
-    size = float(found["number"]) * _UNITS[found["unit"].lower()]
+    size = float(match["number"]) * _UNITS[match["unit"].lower()]
     if not size.is_integer():
         raise ConfigError(f"{text!r} is not a whole number of bytes")
     return int(size)
 
 
-def sweep(
+def sweep_sizes(
     minimum: int, maximum: int, *, step: int | None = None, factor: float | None = None
 ) -> tuple[int, ...]:
-    """The sizes from ``minimum`` to ``maximum``, both in bytes, by steps or by a factor.
-
-    Without either, ten steps. Equal bounds are one size.
+    """Return the sizes from ``minimum`` to ``maximum`` in bytes, by steps or by a factor.
+    Without either there are ten steps. Equal bounds are one size.
 
     Raises:
-        ConfigError: the bounds are in the wrong order, both ways are given, or no end is reached.
+        ConfigError: the bounds are in the wrong order, both ways are given, or the sweep has no
+            end.
     """
     if minimum > maximum:
         raise ConfigError(
@@ -50,7 +51,7 @@ def sweep(
     if minimum == maximum:
         return (minimum,)
     if factor is not None:
-        return _by_factor(minimum, maximum, factor)
+        return _sweep_by_factor(minimum, maximum, factor)
     if step is None:
         step = max(1, (maximum - minimum) // 10)
     if (maximum - minimum) // step > _MOST_SIZES:
@@ -62,7 +63,7 @@ def sweep(
     return tuple(range(minimum, maximum + 1, step))
 
 
-def _by_factor(minimum: int, maximum: int, factor: float) -> tuple[int, ...]:
+def _sweep_by_factor(minimum: int, maximum: int, factor: float) -> tuple[int, ...]:
     if minimum == 0:
         raise ConfigError("-b/--minbytes 0 cannot be multiplied by -f/--stepfactor")
     sizes = [minimum]
@@ -74,8 +75,14 @@ def _by_factor(minimum: int, maximum: int, factor: float) -> tuple[int, ...]:
         sizes.append(following)
 
 
-def fit(size: int, element: int, parts: int) -> int:
-    """``size`` cut to whole elements (of ``element`` bytes) in ``parts`` equal parts; at least
-    one element a part."""
+def round_to_parts(size: int, element: int, parts: int) -> int:
+    """Round ``size`` down to whole elements in ``parts`` equal parts, with at least one element
+    per part.
+
+    Args:
+        size: size in bytes.
+        element: size of an element in bytes.
+        parts: number of parts.
+    """
     whole = element * parts
     return max(size // whole, 1) * whole

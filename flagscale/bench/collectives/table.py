@@ -1,4 +1,6 @@
-"""Tables as nccom-test, nccl-tests and FlagCX print them: a line as soon as it is measured."""
+"""Tables in the formats of nccom-test, nccl-tests and FlagCX. A line is printed once it is
+measured.
+"""
 
 from __future__ import annotations
 
@@ -7,45 +9,44 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from flagscale.bench.collectives.records import GB, GIB, Row
+from flagscale.bench.collectives.records import GB, GIB, ResultRow
 from flagscale.bench.collectives.spec import BandwidthUnit, BenchSpec
-from flagscale.bench.collectives.statistics import Statistic
-from flagscale.sample_statistics import Ratio
+from flagscale.bench.statistics import Ratio, Statistic
 
 _GAP = "    "
 
 
-def number(value: float) -> str:
-    """Two decimals at most, as nccom-test's times."""
+def format_number(value: float) -> str:
+    """Format a number with at most two decimals, as nccom-test does."""
     return str(round(value, 2)) if math.isfinite(value) else "n/a"
 
 
-def average(rows: Sequence[Row], unit: BandwidthUnit = "GB") -> float:
-    """The mean bus bandwidth of what succeeded, in ``unit`` a second."""
+def mean_busbw(rows: Sequence[ResultRow], unit: BandwidthUnit = "GB") -> float:
+    """Return the mean bus bandwidth of the successful rows, in ``unit`` per second."""
     values = [row.busbw for row in rows if row.failure is None]
     mean = sum(values) / len(values) if values else 0.0
     return mean if unit == "GB" else mean * GB / GIB
 
 
 class Table(Protocol):
-    """One table: a head, lines, a foot."""
+    """A table: head, lines, foot."""
 
     def head(self) -> list[str]:
-        """The lines before the first row."""
+        """Return the lines before the first row."""
 
-    def lines(self, rows: Sequence[Row]) -> list[str]:
-        """The lines of one size: of one row, or of several places or backends."""
+    def lines(self, rows: Sequence[ResultRow]) -> list[str]:
+        """Return the lines of one size: for one row, or for several places or backends."""
 
-    def foot(self, rows: Sequence[Row]) -> list[str]:
-        """The lines after the last row."""
+    def foot(self, rows: Sequence[ResultRow]) -> list[str]:
+        """Return the lines after the last row."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, how a row's value is written under it, and the widest value known before."""
+    """A heading, the function that formats a row's cell, and the largest width known in advance."""
 
     heading: str
-    text: Callable[[Row], str]
+    text: Callable[[ResultRow], str]
     widest: int = 0
 
     @property
@@ -59,36 +60,38 @@ class NccomTable:
     def __init__(self, spec: BenchSpec, types: Sequence[str], *, backends: int = 1) -> None:
         self._unit = spec.output.unit
         self._several = backends > 1
-        self._columns = _columns(spec, types, backends)
+        self._make_columns = _make_columns(spec, types, backends)
 
     def head(self) -> list[str]:
-        return [_GAP.join(c.heading.rjust(c.width) for c in self._columns)]
+        return [_GAP.join(c.heading.rjust(c.width) for c in self._make_columns)]
 
-    def lines(self, rows: Sequence[Row]) -> list[str]:
+    def lines(self, rows: Sequence[ResultRow]) -> list[str]:
         return [self._line(row) for row in rows]
 
-    def _line(self, row: Row) -> str:
+    def _line(self, row: ResultRow) -> str:
         if row.failure is not None:
             whose = f"{row.backend}: " if self._several else ""
-            return f"{str(row.size).rjust(self._columns[0].width)}{_GAP}{whose}{row.failure}"
-        return _GAP.join(c.text(row).rjust(c.width) for c in self._columns)
+            return f"{str(row.size).rjust(self._make_columns[0].width)}{_GAP}{whose}{row.failure}"
+        return _GAP.join(c.text(row).rjust(c.width) for c in self._make_columns)
 
-    def foot(self, rows: Sequence[Row]) -> list[str]:
+    def foot(self, rows: Sequence[ResultRow]) -> list[str]:
         lines = []
         # Of several backends together it would be the bandwidth of none.
         for name in dict.fromkeys(row.backend for row in rows if self._several) or ("",):
-            own = [row for row in rows if name in ("", row.backend)]
+            selected = [row for row in rows if name in ("", row.backend)]
             whose = f" {name}" if name else ""
-            if ratios := [math.log(row.ratio.value) for row in own if row.ratio is not None]:
+            if ratios := [math.log(row.ratio.value) for row in selected if row.ratio is not None]:
                 mean = math.exp(sum(ratios) / len(ratios))
-                words = Ratio(mean, mean, mean).words.partition(" (")[0]
+                words = Ratio(mean, mean, mean).description.partition(" (")[0]
                 lines.append(f"{name}: {words} as {rows[0].backend}, on average over the sizes")
-            lines.append(f"Avg bus bandwidth{whose}:\t{average(own, self._unit):.4f}{self._unit}/s")
+            lines.append(
+                f"Avg bus bandwidth{whose}:\t{mean_busbw(selected, self._unit):.4f}{self._unit}/s"
+            )
         failed = sum(not row.ok for row in rows)
         return [*lines, f"{failed} errors found - test failed"] if failed else lines
 
 
-def _columns(spec: BenchSpec, types: Sequence[str], backends: int) -> list[Column]:
+def _make_columns(spec: BenchSpec, types: Sequence[str], backends: int) -> list[Column]:
     output, scale = spec.output, 1.0 if spec.output.unit == "GB" else GB / GIB
     most = len(str(max(spec.sizes)))
     columns = [
@@ -103,65 +106,73 @@ def _columns(spec: BenchSpec, types: Sequence[str], backends: int) -> list[Colum
     columns.append(Column("type", lambda r: r.type, max(map(len, types), default=0)))
     if spec.places is not None and len(spec.places) > 1:
         columns.append(Column("place", lambda r: "in" if r.in_place else "out"))
-    columns += [_statistic(statistic) for statistic in output.statistics]
+    columns += [_statistic_column(statistic) for statistic in output.statistics]
     columns += [
         Column(f"algbw({output.unit}/s)", lambda r: f"{r.algbw * scale:.2f}"),
         Column(f"busbw({output.unit}/s)", lambda r: f"{r.busbw * scale:.2f}"),
     ]
-    return columns + _further(spec, backends)
+    return columns + _optional_columns(spec, backends)
 
 
-def _statistic(statistic: Statistic) -> Column:
+def _statistic_column(statistic: Statistic) -> Column:
     name = statistic.heading
     if statistic.name == "avg":
-        return Column(name, lambda r: number(r.time))
+        return Column(name, lambda r: format_number(r.time))
     # ``10`` for 10.0: percentiles are often whole.
-    return Column(name, lambda r: number(r.statistics.get(name, math.nan)).removesuffix(".0"))
+    return Column(
+        name, lambda r: format_number(r.statistics.get(name, math.nan)).removesuffix(".0")
+    )
 
 
-def _further(spec: BenchSpec, backends: int) -> list[Column]:
+def _optional_columns(spec: BenchSpec, backends: int) -> list[Column]:
     columns = []
     if spec.comparison.peak is not None or spec.comparison.probe:
-        columns.append(Column("peak(%)", lambda r: _share(r.peak_share)))
+        columns.append(Column("peak(%)", lambda r: _format_share(r.peak_share)))
     if spec.comparison.probe:
-        columns.append(Column("probe(%)", lambda r: _share(r.probe_share)))
+        columns.append(Column("probe(%)", lambda r: _format_share(r.probe_share)))
     if backends > 1:
         widest = max(map(len, spec.comparison.backends))
         columns += [
             Column("backend", lambda r: r.backend, widest + 2),
             Column("time ratio", lambda r: "1" if r.ratio is None else f"{r.ratio.value:.3f}"),
-            Column("95% interval", _interval, len("0.000 to 0.000")),
+            Column("95% interval", _format_interval, len("0.000 to 0.000")),
         ]
     if spec.output.show_algorithm:
         columns.append(Column("algorithm", lambda r: r.algorithm))
     return columns
 
 
-def _share(share: float | None) -> str:
+def _format_share(share: float | None) -> str:
     return "n/a" if share is None else f"{share:.1%}".removesuffix("%")
 
 
-def _interval(row: Row) -> str:
+def _format_interval(row: ResultRow) -> str:
     return "-" if row.ratio is None else f"{row.ratio.low:.3f} to {row.ratio.high:.3f}"
 
 
 class NcclTable:
-    """nccl-tests': out of place and in place beside each other. ``count`` is a rank's part where
-    the buffer is cut in parts, as there."""
+    """Table of nccl-tests, with out of place and in place side by side. ``count`` is a rank's
+    part if the operation divides its buffer.
+    """
 
     def __init__(self, parts: bool) -> None:
         self._parts = parts
 
     def head(self) -> list[str]:
-        left = f"# {'':>10}  {'':>12}  {'':>8}  {'':>6}  {'':>6}"
+        prefix = f"# {'':>10}  {'':>12}  {'':>8}  {'':>6}  {'':>6}"
         places = "           out-of-place                       in-place          "
         names = ("time", "algbw", "busbw", "#wrong")
         units = ("(us)", "(GB/s)", "(GB/s)", "")
         first = f"# {'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
         second = f"# {'(B)':>10}  {'(elements)':>12}  {'':>8}  {'':>6}  {'':>6}"
-        return ["#", left + places, first + 2 * _four(*names), second + 2 * _four(*units)]
+        return [
+            "#",
+            prefix + places,
+            first + 2 * _format_cells(*names),
+            second + 2 * _format_cells(*units),
+        ]
 
-    def lines(self, rows: Sequence[Row]) -> list[str]:
+    def lines(self, rows: Sequence[ResultRow]) -> list[str]:
         first = rows[0]
         count = first.count // first.ranks if self._parts else first.count
         line = f"{first.size:>12}  {count:>12}  {first.nccl_type:>8}  {first.reduction:>6}"
@@ -170,32 +181,34 @@ class NcclTable:
             line += _nccl_cells(next((r for r in rows if r.in_place is in_place), None))
         return [line]
 
-    def foot(self, rows: Sequence[Row]) -> list[str]:
+    def foot(self, rows: Sequence[ResultRow]) -> list[str]:
         wrong = sum(row.wrong or 0 for row in rows)
         failures = [f"# {row.size}: {row.failure}" for row in rows if row.failure is not None]
         bounds = f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}"
-        return [*failures, bounds, f"# Avg bus bandwidth    : {average(rows):g} ", "#"]
+        return [*failures, bounds, f"# Avg bus bandwidth    : {mean_busbw(rows):g} ", "#"]
 
 
-def _nccl_cells(row: Row | None) -> str:
+def _nccl_cells(row: ResultRow | None) -> str:
     if row is None or row.failure is not None:
-        return _four("N/A", "N/A", "N/A", "N/A")
+        return _format_cells("N/A", "N/A", "N/A", "N/A")
     wrong = "N/A" if row.wrong is None else str(row.wrong)
     digits = 0 if row.time >= 10_000 else 1 if row.time >= 100 else 2
-    return _four(f"{row.time:.{digits}f}", f"{row.algbw:.2f}", f"{row.busbw:.2f}", wrong)
+    return _format_cells(f"{row.time:.{digits}f}", f"{row.algbw:.2f}", f"{row.busbw:.2f}", wrong)
 
 
-def _four(time: str, algbw: str, busbw: str, wrong: str) -> str:
+def _format_cells(time: str, algbw: str, busbw: str, wrong: str) -> str:
     return f"  {time:>7}  {algbw:>6}  {busbw:>6} {wrong:>6}"
 
 
 class FlagcxTable:
-    """FlagCX's performance tests': a sentence a size, bandwidths in 1e9 bytes a second."""
+    """Output of FlagCX's performance tests: one sentence per size, bandwidths in 1e9 bytes per
+    second.
+    """
 
     def head(self) -> list[str]:
         return []
 
-    def lines(self, rows: Sequence[Row]) -> list[str]:
+    def lines(self, rows: Sequence[ResultRow]) -> list[str]:
         return [
             f"Comm size: {r.size} bytes; {r.failure}"
             if r.failure is not None
@@ -204,13 +217,13 @@ class FlagcxTable:
             for r in rows
         ]
 
-    def foot(self, rows: Sequence[Row]) -> list[str]:
+    def foot(self, rows: Sequence[ResultRow]) -> list[str]:
         failed = sum(not row.ok for row in rows)
         return [f"{failed} errors found - test failed"] if failed else []
 
 
-def table(spec: BenchSpec, types: Sequence[str], *, parts: bool, backends: int = 1) -> Table:
-    """The table of the format that ``spec`` asks for. ``parts``: the operation cuts its buffer."""
+def make_table(spec: BenchSpec, types: Sequence[str], *, parts: bool, backends: int = 1) -> Table:
+    """Return the table in the format of ``spec``. ``parts``: the operation divides its buffer."""
     if spec.output.format == "nccl-tests":
         return NcclTable(parts)
     if spec.output.format == "flagcx":

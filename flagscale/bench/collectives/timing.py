@@ -1,9 +1,9 @@
-"""The timed loops. Nothing runs between two clock readings but the operation.
+"""Timed loops. Between two clock readings nothing runs except the operation.
 
-On a CPU every iteration ends with a reading of the clock (some 60 ns), and the time of all is the
-last reading minus the first. On a GPU, as nccl-tests does, all iterations are issued, the device
-is awaited and the wall clock read; single iterations are timed in a second pass, by events, and
-only when a statistic asks for them.
+On a CPU every iteration ends with a clock reading (about 60 ns), and the total is the last
+reading minus the first. On a GPU, as in nccl-tests, all iterations are issued, the device is
+synchronized and the wall clock is read. Single iterations are timed in a second pass by events,
+and only if a selected statistic requires them.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ Step = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Measured:
+class TurnTimes:
     """One rank's times of one size, in microseconds."""
 
     average: float
-    """Of an operation."""
+    """Mean time of an operation."""
     samples: tuple[float, ...]
-    """Of every iteration, or of every replay of many; empty when nobody asked."""
+    """Time of every iteration, or of every replay of many; empty if not required."""
 
 
 Marks = list[int]
-"""Clock readings of the loop that runs, in nanoseconds. Its length tells a watching thread how far
-the loop is, at no cost to the loop."""
+"""Clock readings of the running loop in nanoseconds. Another thread reads the loop's progress
+from the length of this list, at no cost to the loop.
+"""
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
-    """No garbage collection in between."""
+def _without_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection."""
     gc.collect()
     gc.disable()
     try:
@@ -55,39 +56,41 @@ def measure(
     spec: BenchSpec,
     marks: Marks,
     start: Callable[[], None],
-) -> Measured:
-    """Time ``steps`` after ``warmup``; ``start`` brings the ranks together before."""
+) -> TurnTimes:
+    """Time ``steps`` after ``warmup``. ``start`` is a barrier that is called before."""
     operations = len(steps) * spec.iterations.aggregated
-    loops = _Loops(device, spec, marks, start)
-    with _undisturbed():
+    loops = _TimedLoops(device, spec, marks, start)
+    with _without_garbage_collection():
         if device.is_host or spec.blocking:
-            total, issued, samples = loops.on_host(steps, warmup)
+            total, issued, samples = loops.time_on_host(steps, warmup)
         elif spec.iterations.replays:
             total, issued, samples = loops.replays(steps, warmup)
         else:
-            run_marked(warmup, marks)
-            total, issued, samples = loops.on_device(steps)
+            run_with_marks(warmup, marks)
+            total, issued, samples = loops.time_on_device(steps)
     scale, per_sample = 1e3 * operations, 1e3 * spec.iterations.aggregated
-    return Measured(
+    return TurnTimes(
         average=(issued if spec.cpu_time else total) / scale,
         samples=tuple(s / per_sample for s in samples),
     )
 
 
-def gatherings(device: Device, spec: BenchSpec) -> int:
-    """How often :func:`measure` brings the ranks together."""
+def count_barriers(device: Device, spec: BenchSpec) -> int:
+    """Return how often :func:`measure` calls the barrier."""
     if not device.is_host and not spec.blocking:
         return 2 if _needs_samples(spec) else 1
     return (spec.iterations.replays or 1) + spec.iterations.replay_warmup
 
 
 def _needs_samples(spec: BenchSpec) -> bool:
-    """Whether a statistic needs the time of every iteration."""
+    """Return whether a statistic needs the time of every iteration."""
     return any(statistic.name != "avg" for statistic in spec.output.statistics)
 
 
-def run_marked(steps: Sequence[Step], marks: Marks) -> None:
-    """Run ``steps``, the clock read before the first and after each. The innermost loop."""
+def run_with_marks(steps: Sequence[Step], marks: Marks) -> None:
+    """Run ``steps`` with a clock reading before the first and after each. This is the innermost
+    loop.
+    """
     clock = time.perf_counter_ns
     marks.clear()
     read = marks.append
@@ -102,7 +105,7 @@ Times = tuple[float, float, list[float]]
 
 
 @dataclass(frozen=True)
-class _Loops:
+class _TimedLoops:
     """The ways to time steps."""
 
     device: Device
@@ -110,58 +113,64 @@ class _Loops:
     marks: Marks
     start: Callable[[], None]
 
-    def on_host(self, steps: Sequence[Step], warmup: Sequence[Step]) -> Times:
-        """Each step has finished when it returns, or is awaited here."""
+    def time_on_host(self, steps: Sequence[Step], warmup: Sequence[Step]) -> Times:
+        """Time steps that have finished when they return, or are synchronized here."""
         if not self.device.is_host:
-            steps, warmup = ([self._awaited(step) for step in some] for some in (steps, warmup))
+            steps, warmup = (
+                [self._synchronized(step) for step in some] for some in (steps, warmup)
+            )
         loop, marks = self.spec.iterations, self.marks
         totals: list[int] = []
         samples: list[float] = []
         for number in range((loop.replays or 1) + loop.replay_warmup):
-            run_marked(warmup, marks)
+            run_with_marks(warmup, marks)
             self.start()
-            # Ranks leave a barrier apart by a millisecond where they share cores. An operation
-            # brings them closer than any barrier, and few iterations must not carry that.
-            run_marked(warmup[:1], marks)
-            run_marked(steps, marks)
+            # Ranks that share cores leave a barrier up to a millisecond apart. An operation
+            # synchronizes them better, and few measured iterations must not include the difference.
+            run_with_marks(warmup[:1], marks)
+            run_with_marks(steps, marks)
             if number >= loop.replay_warmup:
                 totals.append(marks[-1] - marks[0])
                 samples += [b - a for a, b in pairwise(marks)]
         mean = sum(totals) / len(totals)
         return mean, mean, samples
 
-    def _awaited(self, step: Step) -> Step:
+    def _synchronized(self, step: Step) -> Step:
         def run() -> None:
             step()
             self.device.synchronize()
 
         return run
 
-    def on_device(self, steps: Sequence[Step]) -> Times:
-        """All steps issued, then the device awaited; single ones in a second pass, by events."""
-        total, issued = self._pass(steps)
-        return total, issued, self._samples(steps) if _needs_samples(self.spec) else []
+    def time_on_device(self, steps: Sequence[Step]) -> Times:
+        """Time all steps by issuing them and synchronizing the device; single steps in a second
+        pass, by events.
+        """
+        total, issued = self._time_pass(steps)
+        return total, issued, self._time_samples(steps) if _needs_samples(self.spec) else []
 
     def replays(self, steps: Sequence[Step], warmup: Sequence[Step]) -> Times:
-        """The steps captured in a graph; a sample is a replay over its number of steps."""
-        # What a first call allocates or connects must not happen within the capture.
-        run_marked(warmup or steps, self.marks)
+        """Time the steps captured in a graph. A sample is a replay's time over its number of
+        steps.
+        """
+        # A first call allocates and connects, which must not happen during the capture.
+        run_with_marks(warmup or steps, self.marks)
         self.device.synchronize()
 
         def all_steps() -> None:
             for step in steps:
                 step()
 
-        replay = self.device.capture(all_steps)
+        replay = self.device.capture_graph(all_steps)
         for _ in range(self.spec.iterations.replay_warmup or 1):
             replay()
         count = self.spec.iterations.replays or 1
-        total, issued, samples = self.on_device([replay] * count)
+        total, issued, samples = self.time_on_device([replay] * count)
         return total / count, issued / count, [s / len(steps) for s in samples]
 
-    def _pass(self, steps: Sequence[Step]) -> tuple[float, float]:
-        """Until all steps are finished and until they are issued."""
-        # None without need: to record one takes some us.
+    def _time_pass(self, steps: Sequence[Step]) -> tuple[float, float]:
+        """Return the time until all steps have finished, and until they are issued."""
+        # Events only if required: recording one takes some microseconds.
         events = self._events(2) if self.spec.timing == "events" else []
         self.device.synchronize()
         self.start()
@@ -178,7 +187,7 @@ class _Loops:
         self.marks[:] = [0] * (len(steps) + 1)
         return (events[0].elapsed_time(events[1]) * 1e6 if events else wall), issued
 
-    def _samples(self, steps: Sequence[Step]) -> list[float]:
+    def _time_samples(self, steps: Sequence[Step]) -> list[float]:
         events = self._events(len(steps) + 1)
         self.device.synchronize()
         self.start()
@@ -191,4 +200,4 @@ class _Loops:
         return [a.elapsed_time(b) * 1e6 for a, b in pairwise(events)]
 
     def _events(self, count: int) -> list[Any]:
-        return [self.device.event(timed=True) for _ in range(count)]
+        return [self.device.create_event(timed=True) for _ in range(count)]

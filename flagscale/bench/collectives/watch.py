@@ -1,9 +1,8 @@
-"""Noticing a rank that died or hangs, and saying which one and where.
+"""Detection of a rank that has died or hangs.
 
-Every rank tells the others once a second, through the store, how far it is. When one has made no
-progress for the timeout, or an operation fails, the rank that notices reads what the others said
-last: who is silent is stuck or dead, and among those who speak the one furthest behind holds up
-the rest.
+Every rank publishes its progress once a second through the store. If a rank makes no progress
+for the timeout, or an operation fails, the rank that notices reads the last heartbeats: silent
+ranks are dead or stuck, and of the others the one that is furthest behind holds up the rest.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from flagscale.records import decode, encode
 
 PERIOD = 1.0
 SILENT = 2.5
-"""After so many seconds without a word a rank counts as silent."""
+"""A rank without a heartbeat for so many seconds is considered silent."""
 
 
 @dataclass
-class Beat:
-    """What a rank says about itself."""
+class RankHeartbeat:
+    """Heartbeat of a rank."""
 
     rank: int
     host: str
@@ -36,7 +35,7 @@ class Beat:
     time: float = 0.0
     where: str = "starting"
     stage: int = 0
-    """How many stages it has entered; all ranks enter the same ones."""
+    """Number of stages entered; all ranks enter the same ones."""
     steps: int = 0
     """Iterations of this stage."""
     done: bool = False
@@ -49,99 +48,103 @@ class Beat:
         return f"rank {self.rank} (host {self.host}, process {self.pid})"
 
 
-def explain(beats: dict[int, Beat | None], now: float) -> str:
-    """Which ranks hold up the others, from what each said last."""
-    absent = [rank for rank, beat in beats.items() if beat is None]
-    heard = [beat for beat in beats.values() if beat is not None]
-    silent = [beat for beat in heard if now - beat.time > SILENT and not beat.done]
+def explain_delay(heartbeats: dict[int, RankHeartbeat | None], now: float) -> str:
+    """Return which ranks hold up the others, by their last heartbeats."""
+    absent = [rank for rank, heartbeat in heartbeats.items() if heartbeat is None]
+    received = [heartbeat for heartbeat in heartbeats.values() if heartbeat is not None]
+    silent = [
+        heartbeat for heartbeat in received if now - heartbeat.time > SILENT and not heartbeat.done
+    ]
     lines = [f"rank {rank} was never heard" for rank in absent]
     lines += [
-        f"{beat} has been silent for {now - beat.time:.0f} s: dead or stopped, last heard in "
-        f"{beat.where}, iteration {beat.steps}"
-        for beat in silent
+        f"{heartbeat} has been silent for {now - heartbeat.time:.0f} s: dead or stopped, last "
+        f"heard in {heartbeat.where}, iteration {heartbeat.steps}"
+        for heartbeat in silent
     ]
-    if not lines and heard:
-        least, most = min(b.progress for b in heard), max(b.progress for b in heard)
-        if least < most:
-            behind = [b for b in heard if b.progress == least]
+    if not lines and received:
+        least, furthest = min(b.progress for b in received), max(b.progress for b in received)
+        if least < furthest:
+            behind = [b for b in received if b.progress == least]
             lines += [f"{b} is behind: {b.where}, iteration {b.steps}" for b in behind]
         else:
-            lines.append(f"all ranks wait in {heard[0].where}, iteration {heard[0].steps}")
+            lines.append(f"all ranks wait in {received[0].where}, iteration {received[0].steps}")
     return "; ".join(lines)
 
 
-class Watch:
-    """Tells the others how far this rank is, and ends it when it is stuck."""
+class ProgressWatch:
+    """Publishes this rank's progress, and ends the process if it is stuck."""
 
-    def __init__(self, store: Store, beat: Beat, size: int, timeout: float) -> None:
+    def __init__(self, store: Store, beat: RankHeartbeat, size: int, timeout: float) -> None:
         self.marks: Marks = []
-        # A connection of its own: the main thread may wait on the other.
+        # A separate connection: the main thread may wait on the other.
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=2))
-        self._beat, self._size, self._timeout = beat, size, timeout
+        self._heartbeat, self._size, self._timeout = beat, size, timeout
         self._stop = threading.Event()
-        self._moved = time.monotonic()
+        self._last_progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="bench-watch", daemon=True)
 
     def start(self) -> None:
         self._publish()
         self._thread.start()
 
-    def enter(self, where: str) -> None:
-        """This rank now works on ``where``."""
-        self._beat.where = where
-        self._beat.stage += 1
+    def enter_stage(self, where: str) -> None:
+        """Record that this rank works on a stage."""
+        self._heartbeat.where = where
+        self._heartbeat.stage += 1
         self.marks.clear()
-        self._moved = time.monotonic()
+        self._last_progress = time.monotonic()
 
     def finish(self) -> None:
-        """This rank has nothing left to do; its silence means nothing from now on."""
+        """Record that this rank has finished, so that its silence is expected."""
         self._stop.set()
         self._thread.join(timeout=2 * PERIOD)
-        self._beat.done = True
+        self._heartbeat.done = True
         self._publish()
 
     def diagnose(self) -> str | None:
-        """Who holds up the others; None when another rank has the word, or no one can tell."""
-        # Let the living speak once more, so that the dead stand out.
+        """Return which ranks hold up the others; None if another rank reports it, or nothing is
+        known.
+        """
+        # Wait for one more heartbeat of the ranks that live.
         time.sleep(SILENT + PERIOD / 2)
         try:
-            beats = {rank: self._read(rank) for rank in range(self._size)}
+            beats = {rank: self._read_heartbeat(rank) for rank in range(self._size)}
         except (dist.DistError, RuntimeError):
             lowest = 1 if self._size > 1 else 0
-            return "rank 0 does not answer" if self._beat.rank == lowest else None
+            return "rank 0 does not answer" if self._heartbeat.rank == lowest else None
         now = time.time()
         alive = [r for r, b in beats.items() if b is not None and now - b.time <= SILENT]
-        if alive and self._beat.rank != min(alive):
+        if alive and self._heartbeat.rank != min(alive):
             return None
-        return explain(beats, now)
+        return explain_delay(beats, now)
 
-    def _read(self, rank: int) -> Beat | None:
+    def _read_heartbeat(self, rank: int) -> RankHeartbeat | None:
         key = f"beat/{rank}"
-        return decode(Beat, self._store.get(key)) if self._store.check([key]) else None
+        return decode(RankHeartbeat, self._store.get(key)) if self._store.check([key]) else None
 
     def _publish(self) -> None:
-        self._beat.time = time.time()
-        self._beat.steps = len(self.marks)
+        self._heartbeat.time = time.time()
+        self._heartbeat.steps = len(self.marks)
         try:
-            self._store.set(f"beat/{self._beat.rank}", encode(self._beat))
+            self._store.set(f"beat/{self._heartbeat.rank}", encode(self._heartbeat))
         except (dist.DistError, RuntimeError):
-            # Rank 0's store is gone; the operation that needs it will say so.
+            # Rank 0's store is gone; the operation that needs it will report that.
             return
 
     def _run(self) -> None:
-        seen = (-1, -1)
+        last = (-1, -1)
         while not self._stop.wait(PERIOD):
-            now = (self._beat.stage, len(self.marks))
-            if now != seen:
-                seen, self._moved = now, time.monotonic()
+            now = (self._heartbeat.stage, len(self.marks))
+            if now != last:
+                last, self._last_progress = now, time.monotonic()
             self._publish()
-            if time.monotonic() - self._moved > self._timeout:
-                self._give_up()
+            if time.monotonic() - self._last_progress > self._timeout:
+                self._exit_stuck()
 
-    def _give_up(self) -> None:
+    def _exit_stuck(self) -> None:
         self._stop.set()
-        threading.Thread(target=self._beat_on, daemon=True).start()
+        threading.Thread(target=self._keep_publishing, daemon=True).start()
         message = self.diagnose()
         if message is not None:
             sys.stdout.flush()
@@ -149,7 +152,7 @@ class Watch:
         # The main thread is inside a call that nothing else ends.
         os._exit(1)
 
-    def _beat_on(self) -> None:
+    def _keep_publishing(self) -> None:
         while True:
             self._publish()
             time.sleep(PERIOD)

@@ -1,4 +1,4 @@
-"""A rank's whole life: meet the others, tell who one is, measure, leave."""
+"""Entry point of a benchmark rank: rendezvous, exchange of rank descriptions, measurement, exit."""
 
 from __future__ import annotations
 
@@ -17,11 +17,19 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from flagscale.accelerators.device import Device
 from flagscale.bench import rendezvous
 from flagscale.bench.collectives import devices, patterns
-from flagscale.bench.collectives.presenter import Facts, Kept, Presenter, about, header, rank_lines
-from flagscale.bench.collectives.session import Listener, Session
+from flagscale.bench.collectives.presenter import (
+    Presenter,
+    RankDescription,
+    RowsByFile,
+    describe_conditions,
+    list_rank_devices,
+    make_record,
+)
+from flagscale.bench.collectives.session import ResultListener, Session
 from flagscale.bench.collectives.spec import Batch, BenchSpec
-from flagscale.bench.collectives.statistics import warning
-from flagscale.bench.collectives.watch import Beat, Watch
+from flagscale.bench.collectives.watch import ProgressWatch, RankHeartbeat
+from flagscale.bench.rank import rank_function
+from flagscale.bench.statistics import warn_about_few_samples
 from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
 from flagscale.comm.base import CommBackend, DeviceType
@@ -31,12 +39,14 @@ from flagscale.records import decode, encode
 _START_SECONDS = 300.0
 
 
+@rank_function
 def run_rank(plan: Batch, world: BenchWorld) -> int:
-    """Run ``plan`` as one rank of ``world``; the exit code. Where that is not 0, it ends the
-    process.
+    """Run ``plan`` as one rank of ``world``, and return the exit code. An exit code other than 0
+    ends the process at once.
 
     Raises:
-        FlagscaleError: on the rank that has the word; others end silently with its exit code.
+        FlagscaleError: on the rank that reports the error; the others exit silently with its
+            code.
     """
     code = _measure(plan.specs, world)
     sys.stdout.flush()
@@ -54,98 +64,110 @@ def _measure(specs: Sequence[BenchSpec], world: BenchWorld) -> int:
     # Loading torch, and compiling a backend on its first use, may take longer than an iteration.
     patience = placement.timeout + _START_SECONDS
     store = rendezvous.rendezvous(world, patience, placement.address, placement.port)
-    own = _prepare(specs, world)
-    facts = _exchange(store, own, world, patience)
-    rendezvous.clean_up(world)
-    if code := _refused(facts, world):
-        rendezvous.exit_store(store, world, placement.timeout)
+    description = _describe_rank(specs, world)
+    descriptions = _exchange_descriptions(store, description, world, patience)
+    rendezvous.remove_files(world)
+    if code := _report_refusals(descriptions, world):
+        rendezvous.leave_store(store, world, placement.timeout)
         return code
-    device = devices.choose(placement.device, world.local_rank)
-    watch = Watch(store, Beat(world.rank, own.host, own.pid), world.size, placement.timeout)
+    device = devices.select_rank_device(placement.device, world.local_rank)
+    watch = ProgressWatch(
+        store,
+        RankHeartbeat(world.rank, description.host, description.pid),
+        world.size,
+        placement.timeout,
+    )
     watch.start()
     try:
-        watch.enter("the meeting of all ranks")
-        # The group through which ranks tell each other what they measured; not the measured one.
-        # The watch speaks first and knows more.
+        watch.enter_stage("the meeting of all ranks")
+        # Control group for the ranks' reports; it is not measured. The watch reports a hang
+        # before this group's timeout, with more details.
         timeout = timedelta(seconds=placement.timeout * 2 + 60)
-        rendezvous.join(PrefixStore("control", store), world, "gloo", timeout=timeout)
-        # What is loaded by now stays; collections before each loop then look at little.
+        rendezvous.init_default_group(PrefixStore("control", store), world, "gloo", timeout=timeout)
+        # Freeze all objects so far, so that garbage collections before each loop are short.
         gc.collect()
         gc.freeze()
-        kept: Kept = defaultdict(list)
-        code = max(_run(spec, Session(world, device, watch), facts, kept) for spec in specs)
+        rows_by_file: RowsByFile = defaultdict(list)
+        code = max(
+            _run_spec(spec, Session(world, device, watch), descriptions, rows_by_file)
+            for spec in specs
+        )
         dist.barrier()
         watch.finish()
         return code
     except ConfigError:
-        # Every rank found the same; rank 0 says it.
+        # Every rank has the same error; rank 0 reports it.
         if world.rank:
             return ConfigError.exit_code
         raise
     except (dist.DistError, RuntimeError) as failure:
-        # The one rank that has the word says who died.
+        # Exactly one rank reports which rank died.
         if message := watch.diagnose():
             lines = str(failure).strip().splitlines() or [repr(failure)]
             print(f"error: {message}\n  {lines[0][:300]}", file=sys.stderr)
         return 1
 
 
-def _prepare(specs: Sequence[BenchSpec], world: BenchWorld) -> Facts:
-    """This rank's facts, and what keeps it from taking part."""
+def _describe_rank(specs: Sequence[BenchSpec], world: BenchWorld) -> RankDescription:
+    """Return the description of this rank, or the reason why it cannot take part."""
     placement = specs[0].placement
-    me = (world.rank, socket.gethostname(), os.getpid())
+    identity = (world.rank, socket.gethostname(), os.getpid())
     try:
-        device = devices.choose(placement.device, world.local_rank)
+        device = devices.select_rank_device(placement.device, world.local_rank)
         for spec in specs:
             for name in spec.backends:
-                found = registry.usable(name, device.kind, given_by=spec.backends_flag)
-                found.export(spec.options_of(name))
-                _load(found)
-            _possible(spec, device.kind)
+                backend = registry.get_usable_backend(name, device.kind, source=spec.backends_flag)
+                backend.export_options(spec.options_of(name))
+                _load_backend(backend)
+            _drop_unsupported(spec, device.kind)
         if placement.pin:
-            devices.pin(world.local_rank)
-        return Facts(*me, device.product, str(device.torch_device))
+            devices.pin_to_cpu(world.local_rank)
+        return RankDescription(*identity, device.product, str(device.torch_device))
     except FlagscaleError as error:
-        return Facts(*me, "", "", str(error), error.exit_code)
+        return RankDescription(*identity, "", "", str(error), error.exit_code)
 
 
-def _load(backend: CommBackend) -> None:
-    """Import what the backend needs, compiled first if need be, before anybody is waited for.
+def _load_backend(backend: CommBackend) -> None:
+    """Import what the backend needs, and compile it if necessary, before other ranks wait for
+    this one.
 
     Raises:
         FlagscaleError: it does not load.
     """
     try:
-        with backend.creating():
+        with backend.creation_context():
             pass
     except (ImportError, OSError, RuntimeError) as error:
         raise ConfigError(f"{backend.name} cannot be loaded: {error}") from error
 
 
-def _possible(spec: BenchSpec, kind: DeviceType) -> BenchSpec:
-    """The run without the operations that a backend cannot do on this kind of device, if others
-    remain.
+def _drop_unsupported(spec: BenchSpec, kind: DeviceType) -> BenchSpec:
+    """Return the run without operations that a backend does not support on this kind of device.
 
     Raises:
-        ConfigError: none remains.
+        ConfigError: no operation remains.
     """
-    lacking = {
+    unsupported = {
         op.name: name
         for name in spec.backends
         for op in spec.operations
-        if op.name not in registry.backend(name).operations_on(kind)
+        if op.name not in registry.get_backend(name).operations_for(kind)
     }
-    kept = tuple(op for op in spec.operations if op.name not in lacking)
-    if not kept:
-        operation, name = next(iter(lacking.items()))
-        registry.usable(name, kind, [operation], given_by=spec.backends_flag)
-    notes = [f"{op}: left out, {name} cannot do it on {kind}" for op, name in lacking.items()]
-    return replace(spec, operations=kept, notes=(*spec.notes, *notes))
+    supported = tuple(op for op in spec.operations if op.name not in unsupported)
+    if not supported:
+        operation, name = next(iter(unsupported.items()))
+        registry.get_usable_backend(name, kind, [operation], source=spec.backends_flag)
+    notes = [f"{op}: left out, {name} cannot do it on {kind}" for op, name in unsupported.items()]
+    return replace(spec, operations=supported, notes=(*spec.notes, *notes))
 
 
-def _exchange(store: Store, own: Facts, world: BenchWorld, seconds: float) -> list[Facts]:
-    """Everyone's facts, through the store: no process group is needed to say what is wrong."""
-    store.set(f"facts/{own.rank}", encode(own))
+def _exchange_descriptions(
+    store: Store, description: RankDescription, world: BenchWorld, seconds: float
+) -> list[RankDescription]:
+    """Return the descriptions of all ranks. They are exchanged through the store, so that errors
+    can be reported without a process group.
+    """
+    store.set(f"facts/{description.rank}", encode(description))
     keys = [f"facts/{rank}" for rank in range(world.size)]
     try:
         store.wait(keys, timedelta(seconds=seconds))
@@ -153,68 +175,80 @@ def _exchange(store: Store, own: Facts, world: BenchWorld, seconds: float) -> li
         absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
         text = f"ranks {absent} of {world.size} did not come within {seconds:g} s"
         raise JobError(text) from error
-    found = [decode(Facts, value) for value in store.multi_get(keys)]
-    # Rank 0's store must outlive the slowest reader.
-    rendezvous.together(store, world, "facts", timedelta(seconds=seconds))
-    return found
+    descriptions = [decode(RankDescription, value) for value in store.multi_get(keys)]
+    # Rank 0's store must exist until the slowest rank has read it.
+    rendezvous.barrier(store, world, "facts", timedelta(seconds=seconds))
+    return descriptions
 
 
-def _refused(facts: Sequence[Facts], world: BenchWorld) -> int:
-    """Say, on rank 0, which ranks cannot take part; the exit code, 0 when all can."""
-    bad = [fact for fact in facts if fact.error is not None]
-    if not bad:
+def _report_refusals(facts: Sequence[RankDescription], world: BenchWorld) -> int:
+    """Report on rank 0 which ranks cannot take part. Returns the exit code, 0 if all can."""
+    refused = [fact for fact in facts if fact.error is not None]
+    if not refused:
         return 0
     if world.rank == 0:
-        for text in dict.fromkeys(fact.error for fact in bad):
-            ranks = [fact for fact in bad if fact.error == text]
-            where = "" if len(ranks) == len(facts) else f"rank {ranks[0].rank} on {ranks[0].host}: "
-            print(f"error: {where}{text}", file=sys.stderr)
-    return bad[0].exit_code
+        for text in dict.fromkeys(fact.error for fact in refused):
+            ranks = [fact for fact in refused if fact.error == text]
+            prefix = (
+                "" if len(ranks) == len(facts) else f"rank {ranks[0].rank} on {ranks[0].host}: "
+            )
+            print(f"error: {prefix}{text}", file=sys.stderr)
+    return refused[0].exit_code
 
 
-def _run(spec: BenchSpec, session: Session, facts: Sequence[Facts], kept: Kept) -> int:
+def _run_spec(
+    spec: BenchSpec,
+    session: Session,
+    descriptions: Sequence[RankDescription],
+    rows_by_file: RowsByFile,
+) -> int:
     world = session.world
-    spec = _possible(spec, session.device.kind)
-    # Without --seed every rank took its own clock.
-    spec = replace(spec, check=replace(spec.check, seed=_from_first(spec.check.seed)))
+    spec = _drop_unsupported(spec, session.device.kind)
+    # Without --seed every rank has taken its own clock.
+    spec = replace(spec, check=replace(spec.check, seed=_broadcast_from_first(spec.check.seed)))
     if world.rank:
-        session.run(spec, Listener())
+        session.run(spec, ResultListener())
         # Launchers report a rank whose code differs as a failure of their own.
-        return _from_first(0)
+        return _broadcast_from_first(0)
     device = session.device
-    spec = replace(spec, notes=(*spec.notes, *_notes(spec, device)))
-    names = [registry.backend(name).resolve(device.kind).name for name in spec.backends]
+    spec = replace(spec, notes=(*spec.notes, *_list_notes(spec, device)))
+    names = [registry.get_backend(name).resolve_for(device.kind).name for name in spec.backends]
     groups = patterns.groups_for(world.size, spec.groups.custom, spec.groups.dimension)
-    lines = header(spec, world, facts, names, groups)
+    lines = describe_conditions(spec, world, descriptions, names, groups)
     if spec.output.format == "nccl-tests":
-        lines += rank_lines(facts)
-    known = about(spec, facts, names)
-    with Presenter(spec, kept, lines, known) as presenter:
+        lines += list_rank_devices(descriptions)
+    record = make_record(spec, descriptions, names)
+    with Presenter(spec, rows_by_file, lines, record) as presenter:
         session.run(spec, presenter)
-    return _from_first(presenter.finish())
+    return _broadcast_from_first(presenter.finish())
 
 
-def _notes(spec: BenchSpec, device: Device) -> Iterator[str]:
-    """What is not known of this device, what was asked for and changes nothing on it, and what so
-    few iterations do not tell."""
-    if spec.comparison.probe and spec.comparison.peak is None and device.nominal_gb is None:
+def _list_notes(spec: BenchSpec, device: Device) -> Iterator[str]:
+    """Yield notes on unknown limits, flags without effect on this device, and too few
+    iterations.
+    """
+    if (
+        spec.comparison.probe
+        and spec.comparison.peak is None
+        and device.nominal_bus_gb_per_second is None
+    ):
         yield "peak: the nominal limit of this device is not known; give it with --peak"
-    asked = {
+    without_effect = {
         "-R": (spec.buffers.registered > 0, "host memory is not registered"),
         "--timing events": (spec.timing == "events", "there are none on a CPU"),
         "-z": (spec.blocking, "every operation is awaited on a CPU"),
         "-C": (spec.cpu_time, "an operation ends when it has been issued on a CPU"),
     }
-    for flag, (given, reason) in asked.items():
-        if given and device.is_host:
+    for flag, (is_set, reason) in without_effect.items():
+        if is_set and device.is_host:
             yield f"{flag}: {reason}"
     samples = spec.iterations.measured * (spec.iterations.replays or 1)
-    if text := warning(spec.output.statistics, samples):
+    if text := warn_about_few_samples(spec.output.statistics, samples):
         yield text
 
 
-def _from_first(own: int) -> int:
-    """Rank 0's value."""
-    values = [own]
+def _broadcast_from_first(value: int) -> int:
+    """Broadcast rank 0's value."""
+    values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]

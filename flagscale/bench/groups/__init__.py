@@ -1,1 +1,1 @@
-"""How long process groups take to create, by which way, and what memory they hold."""
+"""Benchmark of process-group creation: time by method, and device memory."""

@@ -1,4 +1,4 @@
-"""The command that measures the creation of process groups, each time in fresh processes."""
+"""Command line of ``flagscale bench groups``."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import Literal, cast
 
 from flagscale.bench.collectives.sizes import parse_size
-from flagscale.bench.command_line import Parser, judge
+from flagscale.bench.command import BenchCommand
 from flagscale.bench.files import require_writable
-from flagscale.bench.placement import Placement, add_place, placement
-from flagscale.bench.rank import carry_out
-from flagscale.bench.tool import Tool
+from flagscale.bench.options import BenchParser, parse_backend_options
+from flagscale.bench.placement import Placement, add_placement_flags, parse_placement
 from flagscale.errors import ConfigError
-from flagscale.hosts.names import expand_list, folded
-from flagscale.records import WRITTEN
+from flagscale.hosts.names import expand_list, format_ranges
+from flagscale.hosts.workers.task import load_function
+from flagscale.records import WRITTEN_BY_RANK
 
 Variant = Literal["bound", "cold", "warm", "split"]
 VARIANTS: tuple[Variant, ...] = ("bound", "cold", "warm", "split")
 ON_ACCELERATORS: tuple[Variant, ...] = ("bound", "split")
-"""Those that have a meaning on accelerators alone: only these can be bound."""
+"""Variants for accelerators alone: only a group on accelerators can be bound to its device."""
 
 
 @dataclass(frozen=True)
 class GroupsPlan:
-    """What is measured."""
+    """Parsed command line."""
 
     variants: tuple[Variant, ...]
     counts: tuple[int, ...]
@@ -33,62 +33,64 @@ class GroupsPlan:
     members: int | None
     placement: Placement
     ranks: tuple[int, ...] = ()
-    """Those of every group; without them the groups go round."""
+    """Ranks of every group; empty: all but one, in rotation."""
     bytes: int = 4096
-    """Of an operation."""
+    """Size of an operation."""
     comm: tuple[str, ...] = ()
-    """The backend's options, as they were given."""
-    json: Path | None = field(default=None, metadata=WRITTEN)
+    """Options of the backend, as on the command line."""
+    json: Path | None = field(default=None, metadata=WRITTEN_BY_RANK)
 
     def check(self, ranks: int) -> None:
         if not set(self.ranks) <= set(range(ranks)):
-            raise ConfigError(f"--ranks {folded(self.ranks)}; expected ranks from 0 to {ranks - 1}")
+            raise ConfigError(
+                f"--ranks {format_ranges(self.ranks)}; expected ranks from 0 to {ranks - 1}"
+            )
         if self.members is not None and not 1 <= self.members <= ranks:
             raise ConfigError(f"--members {self.members}; expected 1 to {ranks}")
 
 
 @dataclass(frozen=True)
 class TrialPlan:
-    """One measurement, in fresh processes."""
+    """One measurement in fresh processes."""
 
     variant: Variant
     count: int
-    """Groups."""
+    """Number of groups."""
     of: GroupsPlan
     result: Path
-    """Where rank 0 leaves its sample."""
+    """File for rank 0's sample."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement: seconds, of each the most over the ranks."""
+    """One measurement: seconds, each the maximum over the ranks."""
 
     world: float
-    """Creating the default group."""
+    """Creation of the default group."""
     create: float
-    """Creating all further groups."""
+    """Creation of all other groups."""
     first: float
-    """The first all_reduce on each of them."""
+    """First all_reduce on each of them."""
     second: float
-    """The second."""
+    """Second all_reduce on each of them."""
     memory: float
-    """MiB of device memory that all of it holds, on the rank that holds most; 0 on a CPU."""
+    """Device memory in MiB on the rank with the most; 0 on a CPU."""
     splits: int
-    """How many communicators the backend says it split off; -1 where it does not tell."""
+    """Communicators that the backend split off, by its own count; -1 if it does not count."""
 
     @property
     def total(self) -> float:
-        """Seconds from no group at all until all can be used."""
+        """Seconds from no group at all until all groups are usable."""
         return self.world + self.usable
 
     @property
     def usable(self) -> float:
-        """Seconds until the further groups can be used: created, and run once."""
+        """Seconds until the other groups are usable: created, and used once."""
         return self.create + self.first
 
 
 STUCK_SECONDS = 600.0
-"""Without all ranks for so long a measurement has failed."""
+"""Timeout of a measurement without all ranks, in seconds."""
 
 _DESCRIPTION = """\
 Measure how long process groups take to create and to become usable, and the device memory they
@@ -99,54 +101,77 @@ variants
   cold   nothing bound: communicators are made by the first operation of each group
   warm   as cold, after an operation on the default group: the control
   split  as bound, by split_group
-
+"""
+_EPILOG = """\
 examples
-  groups.py -r 8 --groups 1,8,33              every variant, 10 times each
-  groups.py -r 8 --simple                     bound once; --without-split: cold
-  torchrun --nproc-per-node 8 groups.py       ranks from a launcher, mpirun and srun too
-  groups.py -r 16 --hosts node[01-02]         over SSH, 8 ranks a host; also --hosts-file
-  groups.py -r 16 -N 2 --slurm-mode           in an allocation of Slurm
-  groups.py -r 2 --backend gloo --repeats 2   on a CPU, where only cold and warm have a meaning
+  {prog} -r 8 --groups 1,8,33              every variant, 10 times each
+  {prog} -r 8 --simple                     bound once; --without-split: cold
+  {prog} -r 16 --hosts node[01-02]         over SSH, 8 ranks per host; also --hosts-file
+  {prog} -r 16 -N 2 --slurm-mode           in a Slurm allocation
+  {prog} -r 2 --backend gloo --repeats 2   on a CPU, which supports only cold and warm
+  torchrun --nproc-per-node 8 --no-python {prog}
+      ranks from a launcher; mpirun and srun work in the same way
 """
 
 
-class Groups(Tool[GroupsPlan]):
-    """Measures the creation of groups."""
+class GroupsCommand(BenchCommand[GroupsPlan]):
+    """Command that measures the creation of process groups."""
 
-    prog = "groups.py"
+    prog = "flagscale bench groups"
     run = "flagscale.bench.groups.worker:run_rank"
 
-    def read(self, words: list[str], prog: str, *, keeps: bool) -> GroupsPlan:
+    def parse_plan(self, words: list[str], prog: str, *, keeps: bool) -> GroupsPlan:
         options = _parser(prog).parse(words)
         if keeps and options.json is not None:
             require_writable(options.json, "--json")
-        return _plan(options)
+        return _make_plan(options)
 
     def start_here(self, plan: GroupsPlan, ranks: int) -> int:
-        # Fresh processes are what it measures: this one only starts them.
-        return carry_out(self.run, plan, None)
+        # Fresh processes are measured: this one only starts them. The module needs torch.
+        return load_function("flagscale.bench.groups.worker:measure_groups")(plan, None)
 
 
-def _parser(prog: str) -> Parser:
-    parser = Parser(prog, _DESCRIPTION)
-    add_place(parser)
+def _parser(prog: str) -> BenchParser:
+    parser = BenchParser(prog, _DESCRIPTION, _EPILOG.format(prog=prog))
+    add_placement_flags(parser)
     # Of the placement of other commands; here ranks are processes that last a second.
     parser.set_defaults(timeout=STUCK_SECONDS)
-    add = parser.add_argument_group("what is measured").add_argument
-    add("--arms", "--variants", default=",".join(VARIANTS), help="which, with commas (all)")
-    add("--groups", default="1,8,33", help="numbers of groups, with commas (1,8,33)")
+    add = parser.add_argument_group("measurement").add_argument
+    add(
+        "--arms",
+        "--variants",
+        default=",".join(VARIANTS),
+        help="variants, separated by commas (all)",
+    )
+    add("--groups", default="1,8,33", help="numbers of groups, separated by commas (1,8,33)")
     which = parser.add_mutually_exclusive_group().add_argument
-    which("--ranks", metavar="LIST", help="of each group, such as 0-6 (all but one, going round)")
-    add("--bytes", default="4K", metavar="SIZE", help="of an operation on a group (4K)")
-    which("--members", type=int, metavar="M", help="ranks of a group (all but one, two at least)")
-    add("--repeats", type=int, default=10, metavar="N", help="measurements of each (10)")
-    add("--simple", action="store_true", help="one group, one variant, once")
-    add("--without-split", action="store_true", help="with --simple: cold")
-    add("-J", "--json", "--report-to-json-file", type=Path, metavar="FILE", help="keep all samples")
+    which(
+        "--ranks",
+        metavar="LIST",
+        help="ranks of each group, such as 0-6 (all but one, in rotation)",
+    )
+    add("--bytes", default="4K", metavar="SIZE", help="size of an operation on a group (4K)")
+    which(
+        "--members",
+        type=int,
+        metavar="M",
+        help="number of ranks of a group (all but one, at least two)",
+    )
+    add("--repeats", type=int, default=10, metavar="N", help="measurements of each variant (10)")
+    add("--simple", action="store_true", help="measure one group and one variant, once")
+    add("--without-split", action="store_true", help="measure the variant cold, with --simple")
+    add(
+        "-J",
+        "--json",
+        "--report-to-json-file",
+        type=Path,
+        metavar="FILE",
+        help="write all samples as JSON",
+    )
     return parser
 
 
-def _plan(options: argparse.Namespace) -> GroupsPlan:
+def _make_plan(options: argparse.Namespace) -> GroupsPlan:
     variants = tuple(dict.fromkeys(options.arms.split(",")))
     for variant in variants:
         if variant not in VARIANTS:
@@ -162,14 +187,14 @@ def _plan(options: argparse.Namespace) -> GroupsPlan:
     repeats = options.repeats
     if options.simple:
         variants, counts, repeats = ("cold" if options.without_split else "bound",), (1,), 1
-    place = placement(options)
-    judge([place.backend], options.comm)
+    place = parse_placement(options)
+    parse_backend_options([place.backend], options.comm)
     return GroupsPlan(
         variants=cast(tuple[Variant, ...], variants),
         counts=counts,
         repeats=repeats,
         members=options.members,
-        ranks=_ranks(options.ranks),
+        ranks=_parse_ranks(options.ranks),
         bytes=max(4, parse_size(options.bytes)),
         placement=place,
         comm=tuple(options.comm),
@@ -177,7 +202,7 @@ def _plan(options: argparse.Namespace) -> GroupsPlan:
     )
 
 
-def _ranks(text: str | None) -> tuple[int, ...]:
+def _parse_ranks(text: str | None) -> tuple[int, ...]:
     if text is None:
         return ()
     try:
@@ -186,4 +211,4 @@ def _ranks(text: str | None) -> tuple[int, ...]:
         raise ConfigError(f"--ranks {text!r}; expected such as 0-6 or 0,2,4") from error
 
 
-main = Groups().main
+main = GroupsCommand().main

@@ -9,12 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from flagscale.bench.collectives.operations import OPERATIONS, DataType, data_type
-from flagscale.bench.collectives.sizes import parse_size, sweep
-from flagscale.bench.command_line import Parser, add_device, at_least, did_you_mean, filled
+from flagscale.bench.collectives.operations import OPERATIONS, DataType, find_data_type
+from flagscale.bench.collectives.sizes import parse_size, sweep_sizes
+from flagscale.bench.command import BenchCommand
 from flagscale.bench.files import require_writable
+from flagscale.bench.options import (
+    BenchParser,
+    add_device_flag,
+    from_options,
+    require_at_least,
+    suggest_name,
+)
 from flagscale.bench.placement import Placement
-from flagscale.bench.tool import Tool
 from flagscale.errors import ConfigError
 from flagscale.report.figure import require_image
 from flagscale.report.scale import format_size
@@ -29,20 +35,20 @@ DEFAULTS: Mapping[str, tuple[int, int]] = {
     "reduce_scatter": (8, 262144),
     "all_reduce": (4, 32768),
 }
-"""``k`` and ``nelem_per_send`` of each operation where none are given."""
+"""Default ``k`` and ``nelem_per_send`` of each operation."""
 UNITS: Mapping[str, int] = {"GB": 10**9, "GiB": 2**30}
 
-MOST_CHUNKS, MOST_ELEMENTS = 64, 1 << 26
-"""The limits of fsccl (``FSCCL_PIPELINE_K``, ``FSCCL_PIPELINE_NELEM``)."""
+MAX_CHUNKS, MAX_ELEMENTS = 64, 1 << 26
+"""fsccl's limits (``FSCCL_PIPELINE_K``, ``FSCCL_PIPELINE_NELEM``)."""
 SLOTS = 2
-"""Sends that a ring of a rank has room for: what fsccl calls the depth of a channel."""
+"""Sends that a rank's ring buffers: the depth of a channel in fsccl."""
 
 _WIDTH = 99
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One operation with its parameters; ``k`` = 0 is fsccl's own choice of algorithm."""
+    """An operation with its parameters; ``k`` = 0 is fsccl's own choice of algorithm."""
 
     operation: str
     k: int
@@ -57,7 +63,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Everything that ranks measure."""
+    """Parsed command line."""
 
     schedules: tuple[Schedule, ...]
     sizes: tuple[int, ...]
@@ -77,13 +83,14 @@ class PipelinePlan:
         return Placement(workers=self.workers, device=self.device)
 
     def check(self, ranks: int) -> None:
-        at_least("-r", ranks, 2)
+        require_at_least("-r", ranks, 2)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One size of one schedule. Times are those of each iteration's slowest rank, in microseconds;
-    ``size`` is the whole buffer in bytes, as an all-gather collects it."""
+class PipelineRow:
+    """One size of one schedule. Times are those of each iteration's slowest rank, in
+    microseconds; ``size`` is the whole buffer in bytes, as an all-gather collects it.
+    """
 
     operation: str
     k: int
@@ -93,16 +100,18 @@ class Row:
     min_us: float
 
     def algbw(self, time: float, unit: str) -> float:
-        """``size`` over a time in microseconds, in ``unit`` a second."""
+        """Return ``size`` over a time in microseconds, in ``unit`` per second."""
         return self.size / (time * 1e-6) / UNITS[unit]
 
     def busbw(self, ranks: int) -> float:
-        """Of the average time, in 1e9 bytes a second, by nccl-tests' factors."""
+        """Return the bus bandwidth for the mean time in 1e9 bytes per second, by nccl-tests'
+        factors.
+        """
         return self.algbw(self.avg_us, "GB") * OPERATIONS[self.operation].bus_factor(ranks)
 
 
-def heading(schedule: Schedule, plan: PipelinePlan, ranks: int) -> list[str]:
-    """The lines above a schedule's rows."""
+def format_heading(schedule: Schedule, plan: PipelinePlan, ranks: int) -> list[str]:
+    """Return the lines above a schedule's rows."""
     title = f" {TITLES[schedule.operation]} "
     how = "fsccl's own choice of algorithm"
     if schedule.k > 0:
@@ -120,8 +129,8 @@ def heading(schedule: Schedule, plan: PipelinePlan, ranks: int) -> list[str]:
     ]
 
 
-def line(row: Row, unit: str) -> str:
-    """A row of the table."""
+def format_row(row: PipelineRow, unit: str) -> str:
+    """Format a row of the table."""
     times = (row.avg_us, row.min_us)
     numbers = (*times, *(row.algbw(time, unit) for time in times))
     return f"{row.size:>20}" + "".join(f"{number:>20.2f}" for number in numbers)
@@ -130,14 +139,18 @@ def line(row: Row, unit: str) -> str:
 _DESCRIPTION = """\
 Measure fsccl's pipelined all-gather, reduce-scatter and all-reduce. A block a rank is cut in k
 chunks; chunk c travels around ring c, from rank to rank, in sends of nelem_per_send elements.
-
+"""
+_EPILOG = """\
 examples
-  pipeline.py -r 4                             the three operations with their usual parameters
-  pipeline.py -r 8 --sizes 1G --bw-unit GiB    the table in which such schedules are published
-  pipeline.py -r 4 --ops all_reduce -k 0,1,2,4 --nelem-per-send 8192,32768,131072
-                                               every combination; k=0: fsccl's own choice
-  FSCCL_CLUSTERS=2,2 pipeline.py -r 4          between clusters, by messages
-  pipeline.py -r 4 --sizes 1M,16M,64M --json result.json --plot result.svg
+  {prog} -r 4
+      the three operations with their usual parameters
+  {prog} -r 8 --sizes 1G --bw-unit GiB
+      the table in which such schedules are published
+  {prog} -r 4 --ops all_reduce -k 0,1,2,4 --nelem-per-send 8192,32768,131072
+      every combination; k=0: fsccl's own choice
+  {prog} -r 4 --sizes 1M,16M,64M --json result.json --plot result.svg
+  FSCCL_CLUSTERS=2,2 {prog} -r 4
+      between nodes, by messages
 
 size is the whole buffer; times are of each iteration's slowest rank; algbw is size over time, of
 the average and of the best iteration. scratch_size is what a rank's sends need, in bytes. Every
@@ -149,98 +162,131 @@ _ONE_SHOT = 32768
 T = TypeVar("T")
 
 
-class Pipeline(Tool[PipelinePlan]):
-    """Measures pipelined schedules."""
+class PipelineCommand(BenchCommand[PipelinePlan]):
+    """Command that measures pipelined schedules."""
 
-    prog = "pipeline.py"
+    prog = "flagscale bench pipeline"
     run = "flagscale.bench.pipeline.worker:run_rank"
 
-    def read(self, words: list[str], prog: str, *, keeps: bool) -> PipelinePlan:
+    def parse_plan(self, words: list[str], prog: str, *, keeps: bool) -> PipelinePlan:
         options = _parser(prog).parse(words)
         if keeps and options.plot is not None:
             require_image(options.plot, "--plot")
         if keeps and options.json is not None:
             require_writable(options.json, "--json")
-        return _plan(options)
+        return _make_plan(options)
 
 
-def _parser(prog: str) -> Parser:
-    parser = Parser(prog, _DESCRIPTION)
+def _parser(prog: str) -> BenchParser:
+    parser = BenchParser(prog, _DESCRIPTION, _EPILOG.format(prog=prog))
     add = parser.add_argument
     add("-r", "--nworkers", "-np", dest="workers", type=int, metavar="N", help="number of ranks")
-    add("--ops", default=",".join(TITLES), metavar="LIST", help="operations, with commas (all)")
-    add("-k", metavar="LIST", help="chunks, with commas (4; reduce_scatter: 8)")
-    elements = "elements of a send, with commas (262144; all_reduce: 32768)"
-    add("--nelem-per-send", "--nelem", metavar="LIST", help=elements)
-    add("--sizes", default="64M", metavar="LIST", help="of the whole buffer, with commas (64M)")
-    add("-b", "--minbytes", metavar="SIZE", help="instead: the first size")
-    add("-e", "--maxbytes", metavar="SIZE", help="the last size (the first)")
-    add("-f", "--stepfactor", type=float, default=2.0, metavar="FACTOR", help="between (2)")
-    add("-d", "--datatype", default="fp32", metavar="TYPE", help="of the elements (fp32)")
-    add("--check-iters", type=int, default=10, metavar="N", help="with their result checked (10)")
-    before = "before the clock runs (10)"
-    add("-w", "--warmup-iters", type=int, default=10, metavar="N", help=before)
-    add("-n", "--iters", type=int, default=50, metavar="N", help="measured (50)")
-    add_device(add)
-    unit = "1e9 or 2^30 bytes (GB)"
-    add("--bw-unit", dest="unit", choices=tuple(UNITS), default="GB", help=unit)
-    add("--json", "--report-to-json-file", type=Path, metavar="FILE", help="keep the result")
-    add("--plot", type=Path, metavar="FILE", help="draw it, as .svg or .png")
+    add(
+        "--ops",
+        default=",".join(TITLES),
+        metavar="LIST",
+        help="operations, separated by commas (all)",
+    )
+    add("-k", metavar="LIST", help="numbers of chunks, separated by commas (4; reduce_scatter: 8)")
+    add(
+        "--nelem-per-send",
+        "--nelem",
+        metavar="LIST",
+        help="elements per send, separated by commas (262144; all_reduce: 32768)",
+    )
+    add(
+        "--sizes",
+        default="64M",
+        metavar="LIST",
+        help="sizes of the whole buffer, separated by commas (64M)",
+    )
+    add("-b", "--minbytes", metavar="SIZE", help="first size of a sweep, instead of --sizes")
+    add("-e", "--maxbytes", metavar="SIZE", help="last size of a sweep (the first)")
+    add(
+        "-f",
+        "--stepfactor",
+        type=float,
+        default=2.0,
+        metavar="FACTOR",
+        help="factor between sizes (2)",
+    )
+    add("-d", "--datatype", default="fp32", metavar="TYPE", help="element type (fp32)")
+    add("--check-iters", type=int, default=10, metavar="N", help="checked iterations (10)")
+    add("-w", "--warmup-iters", type=int, default=10, metavar="N", help="warm-up iterations (10)")
+    add("-n", "--iters", type=int, default=50, metavar="N", help="measured iterations (50)")
+    add_device_flag(add)
+    add(
+        "--bw-unit",
+        dest="unit",
+        choices=tuple(UNITS),
+        default="GB",
+        help="unit of bandwidths: 1e9 or 2^30 bytes (GB)",
+    )
+    add(
+        "--json",
+        "--report-to-json-file",
+        type=Path,
+        metavar="FILE",
+        help="write the result as JSON",
+    )
+    add("--plot", type=Path, metavar="FILE", help="write a figure, .svg or .png")
     return parser
 
 
-def _plan(options: argparse.Namespace) -> PipelinePlan:
+def _make_plan(options: argparse.Namespace) -> PipelinePlan:
     if min(options.check_iters, options.warmup_iters) < 0 or options.iters < 1:
         raise ConfigError(
             "--check-iters and --warmup-iters need numbers of at least 0, --iters of at least 1"
         )
-    operations = _list("--ops", options.ops, _operation)
-    ks = _numbers("-k", options.k, 0, MOST_CHUNKS)
-    nelems = _numbers("--nelem-per-send", options.nelem_per_send, 1, MOST_ELEMENTS)
+    operations = _parse_list("--ops", options.ops, _parse_operation)
+    ks = _parse_numbers("-k", options.k, 0, MAX_CHUNKS)
+    nelems = _parse_numbers("--nelem-per-send", options.nelem_per_send, 1, MAX_ELEMENTS)
     schedules = tuple(
         Schedule(op, k, nelem)
         for op in operations
         for k in ks or DEFAULTS[op][:1]
         for nelem in (nelems or DEFAULTS[op][1:])[: None if k else 1]  # which k=0 does not have
     )
-    sizes = _list("--sizes", options.sizes, parse_size)
+    sizes = _parse_list("--sizes", options.sizes, parse_size)
     if first := options.minbytes:
         ends = parse_size(first), parse_size(options.maxbytes or first)
-        sizes = sweep(*ends, factor=options.stepfactor)
+        sizes = sweep_sizes(*ends, factor=options.stepfactor)
     one_shot = os.environ.get("FSCCL_ONE_SHOT_BYTES") or str(_ONE_SHOT)
-    limit = _number("FSCCL_ONE_SHOT_BYTES", one_shot, 0, 1 << 30)
+    limit = _parse_number("FSCCL_ONE_SHOT_BYTES", one_shot, 0, 1 << 30)
     if min(sizes) <= limit and any(schedule.k for schedule in schedules):
         raise ConfigError(
             f"--sizes {format_size(min(sizes))}: buffers up to {format_size(limit)} go in one step "
             "and not by a pipeline",
             hint="FSCCL_ONE_SHOT_BYTES=0 in the environment sends all sizes through it",
         )
-    type_ = data_type(options.datatype)
-    return filled(PipelinePlan, options, schedules=schedules, sizes=sizes, type=type_)
+    type_ = find_data_type(options.datatype)
+    return from_options(PipelinePlan, options, schedules=schedules, sizes=sizes, type=type_)
 
 
-def _list(flag: str, text: str, read: Callable[[str], T]) -> tuple[T, ...]:
+def _parse_list(flag: str, text: str, read: Callable[[str], T]) -> tuple[T, ...]:
     words = [word.strip() for word in text.split(",")]
     if not all(words):
         raise ConfigError(f"{flag} {text!r}; expected values with commas between them")
     return tuple(dict.fromkeys(read(word) for word in words))
 
 
-def _operation(word: str) -> str:
+def _parse_operation(word: str) -> str:
     if word in TITLES:
         return word
-    raise ConfigError(f"--ops {word!r}; expected {', '.join(TITLES)}{did_you_mean(word, TITLES)}")
+    raise ConfigError(f"--ops {word!r}; expected {', '.join(TITLES)}{suggest_name(word, TITLES)}")
 
 
-def _numbers(flag: str, text: str | None, least: int, most: int) -> tuple[int, ...]:
+def _parse_numbers(flag: str, text: str | None, least: int, most: int) -> tuple[int, ...]:
     """Those of a list; none where the flag is not given."""
-    return _list(flag, text, lambda word: _number(flag, word, least, most)) if text else ()
+    return (
+        _parse_list(flag, text, lambda word: _parse_number(flag, word, least, most)) if text else ()
+    )
 
 
-def _number(flag: str, word: str, least: int, most: int) -> int:
+def _parse_number(flag: str, word: str, least: int, most: int) -> int:
     if word.isdecimal() and least <= int(word) <= most:
         return int(word)
     raise ConfigError(f"{flag} {word!r}; expected a whole number from {least} to {most}")
 
 
-main = Pipeline().main
+main = PipelineCommand().main

@@ -1,4 +1,4 @@
-"""What the ranks of a measurement do."""
+"""Rank of the benchmark of pipelined schedules."""
 
 from __future__ import annotations
 
@@ -15,12 +15,19 @@ from flagscale.bench import rendezvous
 from flagscale.bench.collectives import collective_calls
 from flagscale.bench.collectives.checks import Golden
 from flagscale.bench.collectives.curves import Curve, Point, write_plot
-from flagscale.bench.collectives.devices import RankGroup, choose
+from flagscale.bench.collectives.devices import RankGroup, select_rank_device
 from flagscale.bench.collectives.operations import OPERATIONS, DataType
-from flagscale.bench.collectives.sizes import fit
+from flagscale.bench.collectives.sizes import round_to_parts
 from flagscale.bench.collectives.spec import BenchSpec, Case
-from flagscale.bench.machine import facts
-from flagscale.bench.pipeline.cli import PipelinePlan, Row, Schedule, heading, line
+from flagscale.bench.machine import describe_machine
+from flagscale.bench.pipeline.cli import (
+    PipelinePlan,
+    PipelineRow,
+    Schedule,
+    format_heading,
+    format_row,
+)
+from flagscale.bench.rank import rank_function
 from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
 from flagscale.errors import JobError
@@ -28,8 +35,8 @@ from flagscale.errors import JobError
 _SECONDS = 600.0
 
 
-class Call:
-    """An operation in one buffer of this rank: how it is run, and what must come out."""
+class CheckedCall:
+    """An operation in one buffer of this rank, with the check of its result."""
 
     def __init__(
         self, name: str, type_: DataType, size: int, group: RankGroup, device: Device
@@ -38,76 +45,81 @@ class Call:
         reduction = "sum" if operation.reduces else "none"
         self._case = Case(operation, type_, reduction, root=-1, in_place=True)
         spec = BenchSpec((operation,), (type_,), (size,))
-        (shape,), _ = collective_calls.shapes(self._case, size, group, spec)
-        self.part = collective_calls.build(self._case, shape, group, device)
+        (shape,), _ = collective_calls.make_shapes(self._case, size, group, spec)
+        self.part = collective_calls.build_part(self._case, shape, group, device)
         self.run = self.part.run
         self._group = group
 
     def check(self, number: int) -> bool:
-        """Run once on fresh data; whether the whole result is right."""
+        """Run once on fresh data, and return whether the whole result is right."""
         golden = Golden(self._case, self._group, "random", number)
         golden.fill(self.part)
         self.run()
         return not golden.verify(self.part).wrong
 
     def clear(self) -> None:
-        """Data that stay as they are however often they are summed."""
+        """Fill the buffers with zeros, which stay the same however often they are summed."""
         self.part.input.zero_()
         self.part.output.zero_()
 
 
+@rank_function
 def run_rank(plan: PipelinePlan, world: BenchWorld) -> int:
-    """Measure as one of the ranks; rank 0 prints and keeps the result. The exit code."""
-    keep, plot = (plan.json, plan.plot) if world.rank == 0 else (None, None)
+    """Measure as one of the ranks, and return the exit code. Rank 0 prints and writes the
+    result.
+    """
+    json_path, plot = (plan.json, plan.plot) if world.rank == 0 else (None, None)
     store = rendezvous.rendezvous(world, _SECONDS)
-    device = choose(plan.device, world.local_rank)
-    backend = registry.usable("fsccl", device.kind)
+    device = select_rank_device(plan.device, world.local_rank)
+    backend = registry.get_usable_backend("fsccl", device.kind)
     backend.init_options(device.torch_device)
-    with backend.creating():
-        rendezvous.join(store, world, "fsccl", timeout=timedelta(seconds=_SECONDS))
+    with backend.creation_context():
+        rendezvous.init_default_group(store, world, "fsccl", timeout=timedelta(seconds=_SECONDS))
     dist.barrier()
-    rendezvous.clean_up(world)
-    about = facts("flagscale", "torch") if keep is not None else {}
-    rows = [row for s in plan.schedules for row in _measure_all(s, plan, device, world)]
-    if keep is not None:
+    rendezvous.remove_files(world)
+    about = describe_machine("flagscale", "torch") if json_path is not None else {}
+    rows = [row for s in plan.schedules for row in _measure_schedule(s, plan, device, world)]
+    if json_path is not None:
         about |= {"ranks": world.size, "device": device.kind, "type": plan.type.name}
         about |= {name: getattr(plan, name) for name in ("check_iters", "warmup_iters", "iters")}
-        kept = [asdict(row) | {"busbw": round(row.busbw(world.size), 3)} for row in rows]
-        keep.write_text(json.dumps({**about, "results": kept}, indent=1) + "\n")
+        records = [asdict(row) | {"busbw": round(row.busbw(world.size), 3)} for row in rows]
+        json_path.write_text(json.dumps({**about, "results": records}, indent=1) + "\n")
     if plot is not None:
-        write_plot(plot, _curves(rows, world.size))
+        write_plot(plot, _make_curves(rows, world.size))
     dist.destroy_process_group()
     return 0
 
 
-def _measure_all(s: Schedule, plan: PipelinePlan, device: Device, world: BenchWorld) -> list[Row]:
+def _measure_schedule(
+    s: Schedule, plan: PipelinePlan, device: Device, world: BenchWorld
+) -> list[PipelineRow]:
     from flagscale.comm.fsccl import load_extension
 
     options = load_extension().Options(pipeline_k=s.k, pipeline_nelem=s.nelem)
     process_group = dist.new_group(backend="fsccl", pg_options=options)
     group = RankGroup("fsccl", tuple(range(world.size)), world.rank, process_group)
-    speaks = world.rank == 0
-    if speaks:
-        print("\n".join(heading(s, plan, world.size)), flush=True)
+    prints = world.rank == 0
+    if prints:
+        print("\n".join(format_heading(s, plan, world.size)), flush=True)
     rows = []
-    for asked in plan.sizes:
-        size = fit(asked, plan.type.bytes, world.size)
-        call = Call(s.operation, plan.type, size, group, device)
-        times = _measure(call, plan, device, process_group)
-        row = Row(s.operation, s.k, s.nelem, size, sum(times) / len(times), min(times))
+    for requested_size in plan.sizes:
+        size = round_to_parts(requested_size, plan.type.bytes, world.size)
+        call = CheckedCall(s.operation, plan.type, size, group, device)
+        times = _time_call(call, plan, device, process_group)
+        row = PipelineRow(s.operation, s.k, s.nelem, size, sum(times) / len(times), min(times))
         rows.append(row)
-        if speaks:
-            print(line(row, plan.unit), flush=True)
-    if speaks:
+        if prints:
+            print(format_row(row, plan.unit), flush=True)
+    if prints:
         print(flush=True)
     dist.destroy_process_group(process_group)
     return rows
 
 
-def _measure(
-    call: Call, plan: PipelinePlan, device: Device, group: dist.ProcessGroup
+def _time_call(
+    call: CheckedCall, plan: PipelinePlan, device: Device, group: dist.ProcessGroup
 ) -> list[float]:
-    """Microseconds of the slowest rank in every iteration.
+    """Return the microseconds of the slowest rank in every iteration.
 
     Raises:
         JobError: a result is wrong on some rank.
@@ -132,9 +144,9 @@ def _measure(
     return list(slowest.tolist())
 
 
-def _curves(rows: list[Row], ranks: int) -> list[Curve]:
-    found: dict[str, list[Point]] = {}
+def _make_curves(rows: list[PipelineRow], ranks: int) -> list[Curve]:
+    points_by_label: dict[str, list[Point]] = {}
     for row in rows:
         label = Schedule(row.operation, row.k, row.nelem_per_send).label
-        found.setdefault(label, []).append(Point(row.size, row.avg_us, row.busbw(ranks)))
-    return [Curve(label, tuple(points)) for label, points in found.items()]
+        points_by_label.setdefault(label, []).append(Point(row.size, row.avg_us, row.busbw(ranks)))
+    return [Curve(label, tuple(points)) for label, points in points_by_label.items()]

@@ -1,1 +1,1 @@
-"""Starting a command's ranks on other hosts: over SSH, by mpirun, inside Slurm."""
+"""Starters of ranks: on this host, over SSH, by mpirun, inside Slurm."""

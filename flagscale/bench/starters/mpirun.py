@@ -1,4 +1,4 @@
-"""The command line that starts the benchmark's ranks on other hosts by mpirun."""
+"""Starter of ranks on other hosts by mpirun."""
 
 from __future__ import annotations
 
@@ -7,42 +7,44 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from flagscale.bench.placement import Placement
-from flagscale.bench.rank import Job
-from flagscale.bench.spawn import call_starter, handed_on, interruptible, log_path, own_code
-from flagscale.bench.starters.ssh import candidates, known_here
+from flagscale.bench.starters.launcher_command import run_rank_launcher
+from flagscale.bench.starters.local import log_path, overall_exit_code
+from flagscale.bench.starters.ssh import first_resolvable, rendezvous_candidates
+from flagscale.bench.world import forwarded_variables
 from flagscale.errors import ConfigError, UnreachableError
+from flagscale.hosts.workers.children import unwind_on_signal
+from flagscale.hosts.workers.task import WorkerTask
 
 _PORT = 29_511
 _NOT_STARTED = 255
-"""What mpirun and ssh return when a host cannot be reached."""
+"""Exit code of mpirun and ssh when a host cannot be reached."""
 _SSH_ARGUMENTS = ("OMPI_MCA_plm_rsh_args", "PRTE_MCA_plm_ssh_args", "HYDRA_LAUNCHER_EXTRA_ARGS")
-"""Where OpenMPI 4, OpenMPI 5 and MPICH read what they shall give ssh."""
+"""Variables with ssh arguments for OpenMPI 4, OpenMPI 5 and MPICH."""
 
 
-def run_by_mpirun(place: Placement, job: Job, environment: Mapping[str, str]) -> int:
-    """Carry out ``job`` as the ranks of ``place``; the exit code.
+def run_by_mpirun(place: Placement, task: WorkerTask, environment: Mapping[str, str]) -> int:
+    """Run a task as the ranks of ``place``, and return the exit code.
 
     Raises:
         UnreachableError: mpirun is not installed, or could not start the ranks.
-        ConfigError: a hostfile says more of a host than mpirun can be told.
+        ConfigError: a hostfile has settings that mpirun does not support.
     """
-    command, added = starter_argv(place, job, environment)
-    with interruptible():
-        code = call_starter(command, {**environment, **added}, place.log_dir)
+    command, added = build_starter(place, task, environment)
+    with unwind_on_signal():
+        code = run_rank_launcher(command, {**environment, **added}, place.log_dir)
     if code == _NOT_STARTED:
         raise UnreachableError("--starter mpirun: it could not start the ranks; see above")
-    return own_code(code)
+    return overall_exit_code(code)
 
 
-def starter_argv(
-    place: Placement, job: Job, environment: Mapping[str, str]
+def build_starter(
+    place: Placement, task: WorkerTask, environment: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """The command that starts ``job`` as the ranks on the hosts of ``place``, and what it adds to
-    the environment.
+    """Return the command line that starts the ranks of ``place``, and its additional variables.
 
     Raises:
         UnreachableError: mpirun is not installed.
-        ConfigError: a hostfile says more of a host than mpirun can be told.
+        ConfigError: a hostfile has settings that mpirun does not support.
     """
     mpirun = shutil.which("mpirun", path=environment.get("PATH"))
     if mpirun is None:
@@ -50,29 +52,34 @@ def starter_argv(
             "--starter mpirun: mpirun is not installed here", hint="OpenMPI or MPICH"
         )
     for host in place.hosts:
-        given = [name for name in ("user", "port", "proxy") if getattr(host, name) is not None]
-        if given:
+        unsupported = [
+            name for name in ("user", "port", "proxy") if getattr(host, name) is not None
+        ]
+        if unsupported:
             raise ConfigError(
-                f"--starter mpirun: it cannot be told the {' and '.join(given)} of {host.name}",
+                f"--starter mpirun: it cannot be told the {' and '.join(unsupported)} of "
+                f"{host.name}",
                 hint="say so in an SSH configuration (--ssh-config), or leave the start to ssh",
             )
     if any(host for host, _, _ in place.environment):
         raise ConfigError("--starter mpirun: it gives all hosts one environment, --env HOST: none")
     common = {name: value for _, name, value in place.environment}
-    added = {**handed_on(environment), **common, **job.variable()}
-    added["MASTER_ADDR"] = known_here(candidates(place))
+    added = {**forwarded_variables(environment), **common, **task.to_environment()}
+    added["MASTER_ADDR"] = first_resolvable(rendezvous_candidates(place))
     added["MASTER_PORT"] = str(place.port or _PORT)
     names = tuple(added)
     if place.ssh_config is not None:
         for variable in _SSH_ARGUMENTS:
             added.setdefault(variable, f"-F {place.ssh_config.absolute()}")
-    return mpirun_argv(place, job.command, open_mpi=_is_open_mpi(mpirun), names=names), added
+    return mpirun_argv(place, task.command, open_mpi=_is_open_mpi(mpirun), names=names), added
 
 
 def mpirun_argv(
     place: Placement, program: Sequence[str], *, open_mpi: bool, names: Sequence[str]
 ) -> list[str]:
-    """mpirun's line for the ranks of each host; ``names`` are variables to hand on."""
+    """Return mpirun's command line for the ranks of each host. ``names`` are variables to
+    forward.
+    """
     per_host = zip(place.hosts, place.per_host, strict=True)
     hosts = ",".join(f"{host.name}:{ranks}" for host, ranks in per_host)
     log_dir = place.log_dir and place.log_dir.absolute()
@@ -87,7 +94,9 @@ def mpirun_argv(
 
 
 def _is_open_mpi(mpirun: str) -> bool:
-    """Else it is MPICH's or one made of that, whose flags are others."""
-    done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
-    said = (done.stdout + done.stderr).lower()
-    return any(name in said for name in ("open mpi", "openrte", "prte"))
+    """Return whether mpirun is OpenMPI's. Otherwise it is MPICH's, or derived from it, with
+    other flags.
+    """
+    result = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
+    version = (result.stdout + result.stderr).lower()
+    return any(name in version for name in ("open mpi", "openrte", "prte"))

@@ -1,7 +1,8 @@
-"""Running the benchmark inside Slurm: in an allocation that exists, or in one of its own.
+"""Starter of ranks inside Slurm: in an existing allocation, or in a new one.
 
-Slurm's refusals (no such job, too few hosts, a queue that does not move) come from ``salloc`` and
-``squeue``, before ``srun`` runs anything: so what ``srun`` returns is the measurement's own code.
+Slurm's own errors (no such job, too few hosts, a full queue) come from ``salloc`` and
+``squeue``, before ``srun`` runs anything: the exit code of ``srun`` is therefore the
+measurement's.
 """
 
 from __future__ import annotations
@@ -14,51 +15,53 @@ from contextlib import contextmanager
 
 from flagscale.bench.files import read_text
 from flagscale.bench.placement import Placement
-from flagscale.bench.rank import Job
-from flagscale.bench.spawn import call, call_starter, interruptible, log_path, own_code, python_path
+from flagscale.bench.starters.launcher_command import run_launcher, run_rank_launcher
+from flagscale.bench.starters.local import log_path, overall_exit_code
 from flagscale.errors import ConfigError, JobError, UnreachableError
+from flagscale.hosts.workers.children import unwind_on_signal
+from flagscale.hosts.workers.task import WorkerTask, python_path
 
 _PROGRAMS = ("srun", "salloc", "squeue", "scancel")
 _ANSWER_SECONDS = 30.0
-# Ranks end within moments of each other; one that is still there after this hangs.
+# Ranks end almost at the same time; one that runs longer than this hangs.
 _LAST_RANK_SECONDS = 30
 _LONGEST_SCRIPT = 100 * 1024
 
 
 def run_in_slurm(
-    place: Placement, job: Job, environment: Mapping[str, str], *, note: bool = True
+    place: Placement, task: WorkerTask, environment: Mapping[str, str], *, note: bool = True
 ) -> int:
-    """Carry out ``job`` as the ranks of ``place``; the exit code.
+    """Run a task as the ranks of ``place``, and return the exit code.
 
-    An allocation made here is given back at the end, also when a signal ends this process.
+    A new allocation is cancelled at the end, also when a signal ends this process.
 
     Raises:
-        UnreachableError: Slurm is not installed, does not answer or has no hosts for us in time.
-        ConfigError: the job is not one that the ranks fit in; the setup script cannot be read.
+        UnreachableError: Slurm is not installed, does not answer or has no hosts in time.
+        ConfigError: the ranks do not fit the job; the setup script cannot be read.
         JobError: the setup script failed.
     """
     missing = [n for n in _PROGRAMS if shutil.which(n, path=environment.get("PATH")) is None]
     if missing:
         raise UnreachableError(f"--slurm-mode: {', '.join(missing)} is not installed here")
-    setup = _setup_text(place)
-    environment = {**environment, **job.variable(), "PYTHONPATH": python_path()}
-    with interruptible(), _allocation(place, environment) as allocation:
-        if setup is not None and call(setup_argv(place, allocation, setup), environment):
+    setup = _read_setup_script(place)
+    environment = {**environment, **task.to_environment(), "PYTHONPATH": python_path()}
+    with unwind_on_signal(), _enter_allocation(place, environment) as allocation:
+        if setup is not None and run_launcher(setup_argv(place, allocation, setup), environment):
             raise JobError(f"--slurm-setup-script {place.slurm_setup} failed; nothing was measured")
         if note:
             print(f"# Slurm job {allocation}", flush=True)
         # srun returns its tasks' largest code.
-        line = srun_argv(place, allocation, job.command)
-        return own_code(call_starter(line, environment, place.log_dir))
+        line = srun_argv(place, allocation, task.command)
+        return overall_exit_code(run_rank_launcher(line, environment, place.log_dir))
 
 
 def srun_argv(place: Placement, job: str, program: Sequence[str]) -> list[str]:
-    """srun's line for the ranks.
+    """Return srun's command line for the ranks.
 
-    Not ``--kill-on-bad-exit``: with it srun returns what the killed ranks ended with, not the code
-    of the one that failed.
+    Without ``--kill-on-bad-exit``: with it srun returns the killed ranks' codes instead of the
+    code of the rank that failed.
     """
-    command = ["srun", f"--jobid={job}", "--overlap", *_shape(place)]
+    command = ["srun", f"--jobid={job}", "--overlap", *_shape_arguments(place)]
     command += ["--kill-on-bad-exit=0", f"--wait={_LAST_RANK_SECONDS}"]
     if place.log_dir is not None:
         command.append(f"--output={log_path(place.log_dir.absolute(), '%t')}")
@@ -66,21 +69,22 @@ def srun_argv(place: Placement, job: str, program: Sequence[str]) -> list[str]:
 
 
 def setup_argv(place: Placement, job: str, script: str) -> list[str]:
-    """srun's line that runs the setup script once on each host. Its text is an argument, so that
-    no disk needs to be shared."""
+    """Return srun's command line for the setup script, once per host. The script's text is an
+    argument, so that no shared disk is needed.
+    """
     command = ["srun", f"--jobid={job}", "--overlap", f"--nodes={place.nodes}"]
     command += [f"--ntasks={place.nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
     return [*command, "bash", "-c", script, str(place.slurm_setup)]
 
 
 def salloc_argv(place: Placement) -> list[str]:
-    """salloc's line for an allocation that outlives it."""
+    """Return salloc's command line for an allocation that outlives it."""
     waiting = f"--immediate={max(1, round(place.slurm_wait))}"
-    return ["salloc", "--no-shell", "--job-name=flagscale-bench", waiting, *_shape(place)]
+    return ["salloc", "--no-shell", "--job-name=flagscale-bench", waiting, *_shape_arguments(place)]
 
 
-def _shape(place: Placement) -> list[str]:
-    """Equally many ranks on each host."""
+def _shape_arguments(place: Placement) -> list[str]:
+    """Return arguments for equally many ranks on each host."""
     ranks = place.workers or 1
     each = ranks // place.nodes
     shape = [f"--nodes={place.nodes}", f"--ntasks={ranks}", f"--ntasks-per-node={each}"]
@@ -89,7 +93,7 @@ def _shape(place: Placement) -> list[str]:
     return shape
 
 
-def _setup_text(place: Placement) -> str | None:
+def _read_setup_script(place: Placement) -> str | None:
     if place.slurm_setup is None:
         return None
     text = read_text(place.slurm_setup, f"--slurm-setup-script {place.slurm_setup}")
@@ -102,43 +106,44 @@ def _setup_text(place: Placement) -> str | None:
 
 
 @contextmanager
-def _allocation(place: Placement, environment: Mapping[str, str]) -> Iterator[str]:
-    """The id of the job to run in: the one asked for, the one around this process, or a new one
-    for the length of the block."""
-    given = place.slurm_job or environment.get("SLURM_JOB_ID")
-    if given is not None:
-        _check(place, given, environment)
-        yield given
+def _enter_allocation(place: Placement, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield the id of the job to run in: the requested job, the job of this process, or a new
+    allocation for the duration of the context.
+    """
+    existing_job = place.slurm_job or environment.get("SLURM_JOB_ID")
+    if existing_job is not None:
+        _check_job(place, existing_job, environment)
+        yield existing_job
         return
-    done = _ask(salloc_argv(place), environment, place.slurm_wait + _ANSWER_SECONDS)
-    granted = re.search(r"Granted job allocation (\d+)", done.stderr + done.stdout)
-    if done.returncode or granted is None:
+    result = _run_slurm_command(salloc_argv(place), environment, place.slurm_wait + _ANSWER_SECONDS)
+    granted = re.search(r"Granted job allocation (\d+)", result.stderr + result.stdout)
+    if result.returncode or granted is None:
         raise UnreachableError(
             f"Slurm gives no {place.nodes} hosts for {place.workers} ranks within "
-            f"{place.slurm_wait:g} s: {_last_line(done.stderr)}",
+            f"{place.slurm_wait:g} s: {_last_line(result.stderr)}",
             hint="sinfo shows what there is; --slurm-wait waits longer",
         )
     try:
         yield granted[1]
     finally:
-        _ask(["scancel", granted[1]], environment, _ANSWER_SECONDS)
+        _run_slurm_command(["scancel", granted[1]], environment, _ANSWER_SECONDS)
 
 
-def _check(place: Placement, job: str, environment: Mapping[str, str]) -> None:
-    """Whether the ranks can run in ``job``."""
+def _check_job(place: Placement, job: str, environment: Mapping[str, str]) -> None:
+    """Refuse a job in which the ranks cannot run."""
     words = ["squeue", "--noheader", f"--jobs={job}", "--format=%T %D"]
-    done = _ask(words, environment, _ANSWER_SECONDS)
-    state, _, hosts = done.stdout.strip().partition(" ")
-    if done.returncode and "Invalid job id" not in done.stderr:
-        raise UnreachableError(f"squeue: {_last_line(done.stderr)}")
+    result = _run_slurm_command(words, environment, _ANSWER_SECONDS)
+    state, _, hosts = result.stdout.strip().partition(" ")
+    if result.returncode and "Invalid job id" not in result.stderr:
+        raise UnreachableError(f"squeue: {_last_line(result.stderr)}")
     if state != "RUNNING":
-        found = f"is {state}" if state else "does not exist, or has ended"
-        raise ConfigError(f"--slurm-job-id {job}: the job {found}; expected a running one")
+        problem = f"is {state}" if state else "does not exist, or has ended"
+        raise ConfigError(f"--slurm-job-id {job}: the job {problem}; expected a running one")
     if int(hosts) < place.nodes:
         raise ConfigError(f"--slurm-job-id {job}: it has {hosts} hosts, and -N asks {place.nodes}")
 
 
-def _ask(
+def _run_slurm_command(
     words: Sequence[str], environment: Mapping[str, str], seconds: float
 ) -> subprocess.CompletedProcess[str]:
     try:

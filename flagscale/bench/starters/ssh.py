@@ -1,9 +1,9 @@
-"""Running the benchmark on hosts behind SSH, through the launcher's way to them.
+"""Starter of ranks on other hosts over the launcher's SSH connections.
 
-Every host is reached before any rank starts, and told over one connection what to run. A rank's
-end with an error, a lost host or a signal to this process ends all: a host ends its ranks when
-the connection that brought them is closed. Ranks meet at an address that every host takes for the
-first one: a name may be SSH's alone, an alias that no host can resolve; so the hosts are asked.
+Every host is reached before any rank starts, and receives its task over one connection. A failed
+rank, a lost host or a signal to this process ends all ranks: a host ends its ranks when its
+connection is closed. Ranks meet at an address that every host resolves to the first host. A name
+may be an SSH alias that no host can resolve, so the hosts are asked.
 """
 
 from __future__ import annotations
@@ -18,128 +18,154 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TextIO, TypeVar
 
-from flagscale.bench.host import LOGS, Order, PreparedHost, look_up
-from flagscale.bench.placement import Placement, require_room
-from flagscale.bench.rank import Job
-from flagscale.bench.spawn import RankRange, handed_on, interruptible, own_code, python_path
+from flagscale.bench.placement import Placement, require_capacity
+from flagscale.bench.starters.host import (
+    LOGS,
+    Addresses,
+    HostTask,
+    PreparedHost,
+    Scratch,
+    resolve_addresses,
+)
+from flagscale.bench.starters.local import RankRange, overall_exit_code
+from flagscale.bench.world import forwarded_variables
 from flagscale.errors import ConfigError, FlagscaleError, UnreachableError
+from flagscale.hosts.connection import Endpoint, HostConnection
 from flagscale.hosts.errors import HostError
-from flagscale.hosts.executor import Endpoint, Executor
-from flagscale.hosts.fan_out import Hosts, describe, require_all
-from flagscale.hosts.names import compress
+from flagscale.hosts.fan_out import Hosts, format_host_errors, raise_host_errors
+from flagscale.hosts.names import compress_names
 from flagscale.hosts.ssh.ssh_config import SshConfig
-from flagscale.records import decode, encode, with_files
+from flagscale.hosts.workers.children import unwind_on_signal
+from flagscale.hosts.workers.remote import cannot_run, run_on_host
+from flagscale.hosts.workers.task import WorkerTask
+from flagscale.records import decode, relocate_outputs
 
-# Longer than a host takes to end its own ranks, so that it can still say why.
+# Longer than a host needs to end its own ranks, so that it can still report the reason.
 _GRACE_SECONDS = 12.0
 _PREPARE_SECONDS = 60.0
+_HOST_MODULE = "flagscale.bench.starters.host"
 P = TypeVar("P")
 
 
 def run_over_ssh(place: Placement, run: str, plan: Any, environment: Mapping[str, str]) -> int:
-    """Have every rank of ``place`` carry out ``run`` (:attr:`.Job.run`) with ``plan``.
+    """Run a function with ``plan`` on every rank of ``place``.
 
-    The files that the plan says are written come back. The exit code is rank 0's host's own, or
-    that of the first other host that failed.
+    The files that the plan marks as written are copied back. The exit code is that of rank 0's
+    host, or of the first other host that failed.
+
+    Args:
+        place: hosts and ranks.
+        run: function of the ranks, as ``module:function``.
+        plan: its argument.
+        environment: environment of this process, parts of which are forwarded.
 
     Raises:
-        UnreachableError: a host cannot be reached, by us or by the others, or was lost in the
-            middle.
-        ConfigError: a host has no flagscale at this machine's path, or no room for its ranks.
+        UnreachableError: a host cannot be reached, by this machine or by the others, or was
+            lost.
+        ConfigError: a host has no flagscale at this machine's path, or too few cores for its
+            ranks.
     """
-    ends = [Endpoint(h.name, h.via or "ssh", h.user, h.port, h.proxy) for h in place.hosts]
-    with interruptible(), Hosts(ends, {"ssh": {"config": place.ssh_config}}) as hosts:
-        prepared, address = _prepare(hosts, place)
+    endpoints = [Endpoint(h.name, h.via or "ssh", h.user, h.port, h.proxy) for h in place.hosts]
+    with unwind_on_signal(), Hosts(endpoints, {"ssh": {"config": place.ssh_config}}) as hosts:
+        prepared, address = _prepare_hosts(hosts, place)
         port = place.port or prepared[0].port
-        orders: list[Order] = []
+        host_tasks: list[HostTask] = []
         files: dict[str, Path] = {}
         for number, (host, count) in enumerate(zip(prepared, place.per_host, strict=True)):
-            moved, files = carried(plan, host.scratch)
+            host_plan, files = relocate_plan(plan, host.scratch)
             first = sum(place.per_host[:number])
-            order = Order(
-                job=Job.of(run, moved),
+            host_task = HostTask(
+                task=WorkerTask.of(run, host_plan),
                 count=count,
                 ranks=RankRange(first, place.workers or 1, address, port),
-                environment={**handed_on(environment), **variables_of(place, number)},
+                environment={**forwarded_variables(environment), **host_variables(place, number)},
                 directory=str(Path.cwd()),
                 scratch=host.scratch,
                 files=tuple(files),
                 logs=place.log_dir is not None,
             )
-            orders.append(order)
+            host_tasks.append(host_task)
         if place.log_dir is not None:
             files[LOGS] = place.log_dir
-        return _Run(hosts, orders, files).run()
+        return _HostRuns(hosts, host_tasks, files).run()
 
 
-def carried(plan: P, scratch: str) -> tuple[P, dict[str, Path]]:
-    """``plan`` for a host that has this directory for the files of the run; and of each file its
-    name there and where it belongs here. Each lies in a numbered directory of its own, so that
-    equal names do not meet."""
+def relocate_plan(plan: P, scratch: str) -> tuple[P, dict[str, Path]]:
+    """Return ``plan`` with output files in a host's scratch directory, and each file's name
+    there with its local path. Files are in numbered directories, so that equal names do not
+    collide.
+    """
     names: dict[Path, str] = {}
 
     def place(path: Path) -> Path:
         name = names.setdefault(path.absolute(), f"{len(names) + 1}/{path.name}")
         return Path(scratch) / name
 
-    moved = with_files(plan, place)
-    return moved, {name: local for local, name in names.items()}
+    relocated = relocate_outputs(plan, place)
+    return relocated, {name: local for local, name in names.items()}
 
 
-def variables_of(place: Placement, number: int) -> dict[str, str]:
-    """What the ranks of one of the hosts are to have in their environment; its own goes last."""
-    own = place.hosts[number].name
-    ordered = sorted(place.environment, key=lambda one: bool(one[0]))
-    return {name: value for host, name, value in ordered if host in ("", own)}
+def host_variables(place: Placement, number: int) -> dict[str, str]:
+    """Return the environment variables for the ranks of one host. Its own take precedence."""
+    host_name = place.hosts[number].name
+    ordered = sorted(place.environment, key=lambda entry: bool(entry[0]))
+    return {name: value for host, name, value in ordered if host in ("", host_name)}
 
 
-def _command(*words: str) -> list[str]:
-    python = ["env", f"PYTHONPATH={python_path()}", sys.executable]
-    return [*python, "-m", "flagscale.bench.host", *words]
+def _host_task(function: str, argument: Any) -> WorkerTask:
+    return WorkerTask.of(f"{_HOST_MODULE}:{function}", argument)
 
 
-def _prepare(hosts: Hosts, place: Placement) -> tuple[list[PreparedHost], str]:
-    """Every host's port and directory, and an address that all of them can meet at. Where a host
-    fails, all are clean again."""
-    choices = candidates(place)
+def _prepare_hosts(hosts: Hosts, place: Placement) -> tuple[list[PreparedHost], str]:
+    """Return every host's port and directory, and an address at which all can meet. If a host
+    fails, the directories are removed on all.
+    """
+    choices = rendezvous_candidates(place)
 
-    def prepare(number: int, host: Executor) -> PreparedHost:
-        done = host.run(_command("prepare", *choices), timeout=_PREPARE_SECONDS)
-        if done.ok:
-            return decode(PreparedHost, done.stdout)
-        said = done.error_text.strip().splitlines() or [f"exit code {done.exit_status}"]
+    def prepare(number: int, host: HostConnection) -> PreparedHost:
+        task = _host_task("prepare", Addresses(choices))
+        result = run_on_host(host, task, timeout=_PREPARE_SECONDS)
+        if result.ok:
+            return decode(PreparedHost, result.stdout)
+        reason = cannot_run("benchmark", result.error_text, result.exit_status)
         raise ConfigError(
-            f"{hosts.names[number]}: {sys.executable} there cannot run the benchmark: {said[-1]}",
+            f"{hosts.names[number]}: {reason}",
             hint="flagscale and its Python must be at the same path on every host",
         )
 
     prepared, errors = hosts.each(prepare)
     try:
-        require_all(errors, hosts.names, "nothing was measured")
-        found = [prepared[number] for number in sorted(prepared)]
-        for name, count, host in zip(hosts.names, place.per_host, found, strict=True):
-            require_room(count, host.cores, place, name)
-        return found, agreed(choices, found, hosts.names)
+        raise_host_errors(errors, hosts.names, "nothing was measured")
+        hosts_in_order = [prepared[number] for number in sorted(prepared)]
+        for name, count, host in zip(hosts.names, place.per_host, hosts_in_order, strict=True):
+            require_capacity(count, host.cores, place, name)
+        return hosts_in_order, choose_address(choices, hosts_in_order, hosts.names)
     except FlagscaleError:
-        hosts.each(lambda n, host: _bring(host, prepared[n].scratch), list(prepared))
+        hosts.each(lambda n, host: _fetch_files(host, prepared[n].scratch), list(prepared))
         raise
 
 
-def _bring(host: Executor, scratch: str, into: IO[bytes] | None = None) -> None:
-    """The tar file of a run's directory, which is gone then."""
+def _fetch_files(host: HostConnection, scratch: str, into: IO[bytes] | None = None) -> None:
+    """Fetch the tar file of a run's directory, which is removed there."""
     write = into.write if into is not None else lambda _: 0
-    done = host.run(_command("bring", scratch), timeout=None, on_stdout=write)
-    if not done.ok:
-        raise HostError(host.name, f"{scratch} cannot be read: {done.error_text.strip()}")
+    task = _host_task("send_files", Scratch(scratch))
+    result = run_on_host(host, task, timeout=None, on_stdout=write)
+    if not result.ok:
+        raise HostError(host.name, f"{scratch} cannot be read: {result.error_text.strip()}")
 
 
 def unpack(archive: IO[bytes], files: Mapping[str, Path]) -> None:
-    """Put files of an archive where they belong: ``files`` tells of names, of files or of
-    directories, where they are here. Others, and what is no plain file, are left."""
-    with tarfile.open(fileobj=archive, mode="r:") as found:
-        for member in found:
+    """Unpack files of an archive.
+
+    Args:
+        archive: tar file.
+        files: local path of each file or directory by its name in the archive. Other members,
+            and members that are no plain files, are ignored.
+    """
+    with tarfile.open(fileobj=archive, mode="r:") as members:
+        for member in members:
             path = PurePosixPath(member.name)
-            content = found.extractfile(member) if member.isfile() else None
+            content = members.extractfile(member) if member.isfile() else None
             for name in (path, *path.parents):
                 local = files.get(str(name))
                 if local is None or content is None or ".." in path.parts:
@@ -152,47 +178,47 @@ def unpack(archive: IO[bytes], files: Mapping[str, Path]) -> None:
                 Path(draft.name).replace(target)
 
 
-class _Run:
-    """All hosts at work, until the last has ended or the first has failed."""
+class _HostRuns:
+    """All hosts while they run their ranks, until the last has ended or the first has failed."""
 
-    def __init__(self, hosts: Hosts, orders: Sequence[Order], files: Mapping[str, Path]) -> None:
+    def __init__(self, hosts: Hosts, orders: Sequence[HostTask], files: Mapping[str, Path]) -> None:
         self._hosts, self._orders, self._files = hosts, orders, files
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
         self._ended_by_us = threading.Event()
-        self._lost: dict[int, FlagscaleError] = {}
+        self._lost_hosts: dict[int, FlagscaleError] = {}
 
     def run(self) -> int:
-        """Carry out each host's order; the exit code of the whole."""
+        """Run each host's task, and return the overall exit code."""
         try:
-            codes, _ = self._hosts.each(self._one)
+            codes, _ = self._hosts.each(self._run_host)
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-        if self._lost:
-            lost = describe(self._lost, self._hosts.names)
+        if self._lost_hosts:
+            lost = format_host_errors(self._lost_hosts, self._hosts.names)
             raise UnreachableError(f"lost in the middle:\n{lost}")
-        return own_code(next((codes[n] for n in sorted(codes) if codes[n]), 0))
+        return overall_exit_code(next((codes[n] for n in sorted(codes) if codes[n]), 0))
 
-    def _one(self, number: int, host: Executor) -> int:
-        """Runs in a thread of the host."""
+    def _run_host(self, number: int, host: HostConnection) -> int:
+        """Run one host's task, in a thread of its own."""
         code = 1
         try:
-            code = host.run(
-                _command("run"),
-                stdin=encode(self._orders[number]).encode(),
+            code = run_on_host(
+                host,
+                _host_task("run_ranks", self._orders[number]),
                 timeout=None,
-                on_stdout=partial(self._hand_on, sys.stdout),
-                on_stderr=partial(self._hand_on, sys.stderr),
+                on_stdout=partial(self._forward, sys.stdout),
+                on_stderr=partial(self._forward, sys.stderr),
             ).exit_status
-            # What rank 0 wrote, complete or not, and what every host has of logs and dumps.
+            # Results of rank 0, complete or not, and logs and dumps of every host.
             with tempfile.TemporaryFile() as archive:
-                _bring(host, self._orders[number].scratch, archive)
+                _fetch_files(host, self._orders[number].scratch, archive)
                 archive.seek(0)
                 unpack(archive, self._files)
         except FlagscaleError as error:
             if not self._ended_by_us.is_set():
-                self._lost[number] = error
+                self._lost_hosts[number] = error
             code = code or 1
             raise
         finally:
@@ -200,7 +226,7 @@ class _Run:
                 self._end_soon()
         return code
 
-    def _hand_on(self, stream: TextIO, data: bytes) -> None:
+    def _forward(self, stream: TextIO, data: bytes) -> None:
         with self._lock:
             stream.buffer.write(data)
             stream.flush()
@@ -218,25 +244,30 @@ class _Run:
         self._hosts.close()
 
 
-def candidates(place: Placement) -> tuple[str, ...]:
-    """What the ranks may meet at, the first choice first: what the user says or the first host's
-    name, then what the SSH configuration has for that name."""
+def rendezvous_candidates(place: Placement) -> tuple[str, ...]:
+    """Return possible rendezvous addresses, best first: the user's address or the first host's
+    name, then that name's address in the SSH configuration.
+    """
     first = place.hosts[0]
-    given = place.address or ("127.0.0.1" if len(place.hosts) == 1 else first.addr)
-    if given:
-        return (given,)
+    explicit = place.address or ("127.0.0.1" if len(place.hosts) == 1 else first.addr)
+    if explicit:
+        return (explicit,)
     address = SshConfig.load(place.ssh_config).target(first.name).address
     return tuple(dict.fromkeys((first.name, address)))
 
 
-def known_here(addresses: Sequence[str]) -> str:
-    """The first address that this machine can resolve, where the hosts cannot be asked."""
-    return next(iter(look_up(addresses)), addresses[0])
+def first_resolvable(addresses: Sequence[str]) -> str:
+    """Return the first address that this machine can resolve, for starters that cannot ask the
+    hosts.
+    """
+    return next(iter(resolve_addresses(addresses)), addresses[0])
 
 
-def agreed(addresses: Sequence[str], prepared: Sequence[PreparedHost], names: Sequence[str]) -> str:
-    """The first address that every host can resolve, and that no host but the first takes for
-    itself. ``names`` are what the user calls the hosts.
+def choose_address(
+    addresses: Sequence[str], prepared: Sequence[PreparedHost], names: Sequence[str]
+) -> str:
+    """Return the first address that every host can resolve, and that only the first host
+    resolves to itself. ``names`` are the hosts' names for messages.
 
     Raises:
         UnreachableError: there is none.
@@ -244,18 +275,19 @@ def agreed(addresses: Sequence[str], prepared: Sequence[PreparedHost], names: Se
     complaints: list[str] = []
     for address in addresses:
         hosts = list(zip(names, prepared, strict=True))
-        lost = [name for name, host in hosts if address not in host.known]
-        itself = [
+        unresolved = [name for name, host in hosts if address not in host.known]
+        on_loopback = [
             name
             for name, host in hosts
             if host.known.get(address) is False and host.machine != prepared[0].machine
         ]
-        if not lost and not itself:
+        if not unresolved and not on_loopback:
             return address
-        if lost:
-            complaints.append(f"{address} means nothing on {compress(lost)}")
-        if itself:
-            complaints.append(f"{address} is {compress(itself)} itself on {compress(itself)}")
+        if unresolved:
+            complaints.append(f"{address} means nothing on {compress_names(unresolved)}")
+        if on_loopback:
+            names_there = compress_names(on_loopback)
+            complaints.append(f"{address} is {names_there} itself on {names_there}")
     raise UnreachableError(
         f"nothing was measured: the ranks cannot meet on {names[0]}: {'; '.join(complaints)}",
         hint="give an address of it that every host reaches: --data-collector-host, or addr= in "

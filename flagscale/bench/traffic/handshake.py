@@ -1,8 +1,9 @@
-"""The keyed hello: nobody is sent a byte of traffic who has not proved to be of this session.
+"""Keyed handshake: only a host that proves to be of this session is sent traffic.
 
-A hello says which flow comes to which site, with a number used once and a MAC by the session's key;
-the answer is a MAC over it. Strangers get no answer, and learn nothing that could be sent again: a
-repeated hello only has its sender's own bytes thrown away. Standard library alone.
+A hello names the flow, its source and its target, with a nonce and a MAC by the session's key. The
+acknowledgement is a MAC over the hello. Hosts of no session get no answer, so they learn nothing
+that they could replay: a repeated hello only has its sender's own bytes discarded. Standard library
+alone.
 """
 
 from __future__ import annotations
@@ -13,53 +14,54 @@ import os
 import struct
 
 _MAGIC = b"flgT"
-_HEAD = struct.Struct("!4sHHH16s")
-_MAC = 16
-HELLO_SIZE = _HEAD.size + _MAC
-ANSWER_SIZE = _MAC
-TALLY_SIZE = 8 + _MAC
+_HEADER = struct.Struct("!4sHHH16s")
+_MAC_SIZE = 16
+HELLO_SIZE = _HEADER.size + _MAC_SIZE
+ACKNOWLEDGEMENT_SIZE = _MAC_SIZE
+TALLY_SIZE = 8 + _MAC_SIZE
 
 
-def hello(key: bytes, flow: int, source: int, target: int) -> bytes:
-    """What the source of a flow says first."""
-    head = _HEAD.pack(_MAGIC, flow, source, target, os.urandom(16))
-    return head + _mac(key, b"hello", head)
+def make_hello(key: bytes, flow: int, source: int, target: int) -> bytes:
+    """Return the first message from the source of a flow to its target."""
+    header = _HEADER.pack(_MAGIC, flow, source, target, os.urandom(16))
+    return header + _mac(key, b"hello", header)
 
 
-def heard(key: bytes, message: bytes, own: int) -> tuple[int, int] | None:
-    """The flow and the source of a hello to site ``own``; None if it is none of this session."""
+def verify_hello(key: bytes, message: bytes, target: int) -> tuple[int, int] | None:
+    """Return the flow and the source of a hello to host ``target``; None for a message that is no
+    hello of this session."""
     if len(message) != HELLO_SIZE or not message.startswith(_MAGIC):
         return None
-    head, mac = message[: _HEAD.size], message[_HEAD.size :]
-    _, flow, source, target, _ = _HEAD.unpack(head)
-    if target != own or not hmac.compare_digest(mac, _mac(key, b"hello", head)):
+    header, mac = message[: _HEADER.size], message[_HEADER.size :]
+    _, flow, source, addressee, _ = _HEADER.unpack(header)
+    if addressee != target or not hmac.compare_digest(mac, _mac(key, b"hello", header)):
         return None
     return flow, source
 
 
-def answer(key: bytes, message: bytes) -> bytes:
-    """What the target says to a hello."""
-    return _mac(key, b"answer", message)
+def make_acknowledgement(key: bytes, hello: bytes) -> bytes:
+    """Return the target's answer to a hello."""
+    return _mac(key, b"answer", hello)
 
 
-def is_answer(key: bytes, message: bytes, said: bytes) -> bool:
-    """Whether ``said`` answers the hello ``message``."""
-    return hmac.compare_digest(said, answer(key, message))
+def verify_acknowledgement(key: bytes, hello: bytes, message: bytes) -> bool:
+    """Return whether ``message`` acknowledges this hello."""
+    return hmac.compare_digest(message, make_acknowledgement(key, hello))
 
 
-def tally(key: bytes, message: bytes, count: int) -> bytes:
-    """How many bytes a target has got by datagrams since a hello: it still wants more."""
+def make_tally(key: bytes, hello: bytes, count: int) -> bytes:
+    """Return the target's report of the datagram bytes it has received since a hello."""
     number = count.to_bytes(8, "big")
-    return number + _mac(key, b"tally", message + number)
+    return number + _mac(key, b"tally", hello + number)
 
 
-def tallied(key: bytes, message: bytes, said: bytes) -> int | None:
-    """The bytes of a :func:`tally`; None if it is none."""
-    number, mac = said[:8], said[8:]
-    if not hmac.compare_digest(mac, _mac(key, b"tally", message + number)):
+def verify_tally(key: bytes, hello: bytes, message: bytes) -> int | None:
+    """Return the bytes that a tally reports; None for a message that is none."""
+    number, mac = message[:8], message[8:]
+    if not hmac.compare_digest(mac, _mac(key, b"tally", hello + number)):
         return None
     return int.from_bytes(number, "big")
 
 
 def _mac(key: bytes, purpose: bytes, text: bytes) -> bytes:
-    return hmac.new(key, purpose + text, hashlib.sha256).digest()[:_MAC]
+    return hmac.new(key, purpose + text, hashlib.sha256).digest()[:_MAC_SIZE]

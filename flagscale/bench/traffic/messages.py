@@ -1,4 +1,4 @@
-"""What hosts are told and what they say: a line of JSON each. Standard library alone."""
+"""Task, commands and events of the traffic's workers. Standard library alone: hosts read it too."""
 
 from __future__ import annotations
 
@@ -9,65 +9,68 @@ from flagscale.bench.traffic.spec import Flow, Pattern, Probe
 
 
 @dataclass(frozen=True)
-class Order:
-    """What one process on a host is for. It comes on stdin: the key shows in no process table."""
+class WorkerSettings:
+    """Argument of a worker: which host it serves, and how it is reached there."""
 
     role: Literal["flows", "probe"]
     number: int
-    """The site's, in :attr:`.spec.Environment.hosts`."""
+    """Index of the host in :attr:`.spec.Environment.hosts`."""
     key: str
-    """Of the session, in hexadecimal digits."""
+    """Key of the session, in hexadecimal digits."""
     seconds: float
-    """After so long it ends, whatever happens."""
+    """Longest life of the worker."""
     lease: float
-    """And after so long without a word."""
+    """Longest time without a command, in seconds."""
     port: int = 0
-    """To be reached at; 0: a free one."""
+    """Port to listen on; 0: a free one."""
     interface: str | None = None
-    """Its packets leave by this one."""
+    """Interface that its packets leave by; None: as the host routes."""
     address: str = ""
-    """By which flows reach this site: its datagrams have to come from there."""
+    """Address at which flows reach this host. Datagrams are answered from it."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Where another site's process is reached."""
+    """Address of another host's worker."""
 
     address: str
     port: int
 
 
 @dataclass(frozen=True)
-class Word:
-    """What a process is told later. ``go`` has the peers by site (port 0: none) and what to do with
-    them; ``probe`` how many samples, and how long at most."""
+class TrafficCommand:
+    """A command to a worker.
 
-    do: Literal["renew", "go", "burst", "pause", "resume", "probe", "end"]
+    ``start`` has the peers by host (port 0: none) and what to do with them; ``burst`` a new
+    pattern; ``probe`` the number of samples and the longest time for them.
+    """
+
+    action: Literal["start", "burst", "pause", "resume", "probe"]
     peers: tuple[Peer, ...] = ()
     flows: tuple[Flow, ...] = ()
     pattern: Pattern | None = None
     probe: Probe | None = None
     samples: int = 0
     seconds: float = 0.0
-    held: bool = False
-    """Flows send nothing before ``resume``."""
+    paused: bool = False
+    """If set, ``start`` makes flows send nothing before ``resume``."""
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a process says. ``ready``: where it is reached and told more; ``joined``: all its peers
-    have answered; ``counts``: bytes by flow; ``samples``: seconds of operations; ``probed``: these
-    were all that were asked for; ``failed``: why it ends."""
+class TrafficEvent:
+    """An event of a worker.
 
-    event: Literal["ready", "joined", "counts", "samples", "probed", "failed"]
-    text: str = ""
-    pid: int = 0
-    descriptor: int = 0
-    pipe: str = ""
+    ``ready``: it listens on ``port``; ``joined``: all its peers have answered the handshake;
+    ``counts``: bytes by flow; ``samples``: seconds of operations; ``probed``: no more samples
+    follow.
+    """
+
+    event: Literal["ready", "joined", "counts", "samples", "probed"]
     port: int = 0
     congestion: str = ""
+    """Congestion control of the host's kernel."""
     sent: tuple[tuple[int, int], ...] = ()
     received: tuple[tuple[int, int], ...] = ()
     late: float = 0.0
-    """Seconds that bursts were given up for, the path being too slow for the load."""
+    """Seconds of bursts that were dropped because the path is too slow for the load."""
     samples: tuple[float, ...] = ()

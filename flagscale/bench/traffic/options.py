@@ -1,4 +1,4 @@
-"""The command line of ``flagscale bench traffic``, and the plan that it amounts to."""
+"""Command line of ``flagscale bench traffic``, and the plan it describes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flagscale.bench.collectives.sizes import parse_size
-from flagscale.bench.command_line import Parser, did_you_mean
 from flagscale.bench.files import require_writable
-from flagscale.bench.placement import listed_hosts, named_hosts
+from flagscale.bench.options import BenchParser, suggest_name
+from flagscale.bench.placement import parse_host_names, read_host_list
 from flagscale.bench.traffic import compat
-from flagscale.bench.traffic.environment import check, read
+from flagscale.bench.traffic.environment import check_environment, read_environment
 from flagscale.bench.traffic.session import MOST_SECONDS, PROBE_SAMPLES
 from flagscale.bench.traffic.spec import (
-    BETWEEN,
-    KINDS,
-    LAWS,
+    DISTRIBUTIONS,
+    FLOW_LAYOUTS,
+    PROBE_KINDS,
     Environment,
     Flow,
     Pattern,
     Probe,
-    Site,
+    TrafficHost,
     default_tolerance,
     flows_between,
 )
@@ -32,14 +32,23 @@ from flagscale.errors import ConfigError
 from flagscale.hosts.hostfile import Host, is_this_machine
 
 LOAD, HEAVY_LOAD, HEAVY_TAIL = 0.06, 0.1, 2.0
-"""Of each flow, where nothing is said: a share of the path's rate; the heavier one from that tail
-on, which so few large bursts as the lighter one has would hardly give."""
+"""Default load of each flow as a share of the path's rate, and the heavier load for tails from
+HEAVY_TAIL on: the few large bursts of the lighter load would hardly give such a tail.
+"""
 _RATE = re.compile(
     r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmg]?)(?:bit(?:/s)?|bps)?", re.IGNORECASE
 )
-_PATTERN = (
-    *("flow", "between", "transport", "rate", "load", "peak"),
-    *("burst", "bursts", "gaps", "seed"),
+_PATTERN_FLAGS = (
+    "flow",
+    "between",
+    "transport",
+    "rate",
+    "load",
+    "peak",
+    "burst",
+    "bursts",
+    "gaps",
+    "seed",
 )
 _RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _BURST, _WITHIN = 64 << 10, 300.0
@@ -61,17 +70,17 @@ however it ends, and at its time.
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a command line amounts to."""
+class TrafficPlan:
+    """TrafficPlan of a command line."""
 
     environment: Environment
     measure_rate: bool
-    """The path's rate is to be found by the probe; the load is :data:`LOAD` of it."""
+    """Measure the path's rate by the probe. The load is a share of it."""
     seconds: float
     tail: float | None
     within: float
     probe_every: float
-    """Seconds between two looks; infinite: none."""
+    """Seconds between two measurements of the tail; infinite: none."""
     probe_samples: int
     keep: Path | None
     result: Path | None
@@ -80,11 +89,11 @@ class Plan:
     interface: str | None
     port: int
     notes: tuple[str, ...]
-    """What became of the guide's flags."""
+    """Notes on the guide's flags."""
 
 
-def parse(words: Sequence[str], prog: str) -> Plan:
-    """The plan of a command line.
+def parse_command(words: Sequence[str], prog: str) -> TrafficPlan:
+    """Parse a command line.
 
     Raises:
         ConfigError: a flag or value is wrong, or hosts are missing.
@@ -92,106 +101,157 @@ def parse(words: Sequence[str], prog: str) -> Plan:
     options = _parser(prog).parse(words)
     notes = compat.translate(options)
     _check(options)
-    _check_together(options)
-    given = read(options.replay) if options.replay else None
-    if given:
+    _check_combinations(options)
+    replayed = read_environment(options.replay) if options.replay else None
+    if replayed:
         _refuse_changes(options)
-    environment = given or _made(options)
+    environment = replayed or _make_environment(options)
     tail: float | None = options.tail
     if tail is not None:
         tolerance = options.tolerance or default_tolerance(tail)
         environment = replace(environment, target=tail, tolerance=tolerance, found=None)
-    measured = not given and options.rate is None
-    check(environment, str(options.replay) if given else "flagscale bench traffic")
+    measure_rate = not replayed and options.rate is None
+    check_environment(environment, str(options.replay) if replayed else "flagscale bench traffic")
     if options.probe_every is None:
         options.probe_every = min(60.0, options.seconds)
-    return Plan(
-        environment,
-        measured,
-        options.seconds,
-        tail,
-        options.within or _WITHIN,
-        math.inf if options.probe == "none" else options.probe_every,
-        options.probe_samples or PROBE_SAMPLES,
-        options.environment,
-        options.json,
-        options.plain,
-        options.ssh_config,
-        options.interface,
-        options.port,
-        tuple(notes),
+    return TrafficPlan(
+        environment=environment,
+        measure_rate=measure_rate,
+        seconds=options.seconds,
+        tail=tail,
+        within=options.within or _WITHIN,
+        probe_every=math.inf if options.probe == "none" else options.probe_every,
+        probe_samples=options.probe_samples or PROBE_SAMPLES,
+        keep=options.environment,
+        result=options.json,
+        plain=options.plain,
+        ssh_config=options.ssh_config,
+        interface=options.interface,
+        port=options.port,
+        notes=tuple(notes),
     )
 
 
-def _parser(prog: str) -> Parser:
+def _parser(prog: str) -> BenchParser:
     text = "Background traffic between hosts, calibrated to a tail: p99 / p50 of a probe."
-    parser = Parser(prog, text, _EXAMPLES)
+    parser = BenchParser(prog, text, _EXAMPLES)
     _add_where(parser)
     _add_what(parser)
     _add_tail(parser)
     add = parser.add_argument_group("files").add_argument
-    add("--environment", type=Path, metavar="FILE", help="keep what was found, to be replayed")
-    add("--replay", type=Path, metavar="FILE", help="play what --environment kept")
-    add("--json", type=Path, metavar="FILE", help="rates and ratios of this run, whole")
-    add("--plain", action="store_true", help="lines in place of a live table")
+    add("--environment", type=Path, metavar="FILE", help="write the environment, to be replayed")
+    add("--replay", type=Path, metavar="FILE", help="play a file of --environment")
+    add("--json", type=Path, metavar="FILE", help="write rates and ratios of this run as JSON")
+    add("--plain", action="store_true", help="print lines instead of a live table")
     compat.add_flags(parser)
     return parser
 
 
-def _add_where(parser: Parser) -> None:
-    add = parser.add_argument_group("where").add_argument
-    add("--hosts", nargs="+", action="extend", default=[], metavar="HOST", help="two or more")
-    add("--hosts-file", type=Path, metavar="FILE", help="a host a line, or the launcher's hostfile")
-    add("--ssh-config", type=Path, metavar="FILE", help="instead of ~/.ssh/config")
-    text = "flows: of neighbours two by two, around a ring, or of every two (pairs)"
-    add("--between", choices=BETWEEN, help=text)
-    text = "a flow of its own, by names; may be repeated, in place of --between"
-    add("--flow", action="append", default=[], metavar="FROM:TO", help=text)
-    add("--interface", metavar="NAME", help="packets leave the hosts by this one (by their routes)")
-    add("--port", type=int, default=0, help="where hosts receive flows (a free one)")
+def _add_where(parser: BenchParser) -> None:
+    add = parser.add_argument_group("hosts and flows").add_argument
+    add("--hosts", nargs="+", action="extend", default=[], metavar="HOST", help="two or more hosts")
+    add(
+        "--hosts-file",
+        type=Path,
+        metavar="FILE",
+        help="hostfile of the launcher, or one host per line",
+    )
+    add("--ssh-config", type=Path, metavar="FILE", help="SSH configuration (~/.ssh/config)")
+    add(
+        "--between",
+        choices=FLOW_LAYOUTS,
+        help="flows between neighbours two by two, around a ring, or between every two (pairs)",
+    )
+    add(
+        "--flow",
+        action="append",
+        default=[],
+        metavar="FROM:TO",
+        help="a single flow by host names, instead of --between; may be repeated",
+    )
+    add(
+        "--interface",
+        metavar="NAME",
+        help="interface by which packets leave the hosts (by their routes)",
+    )
+    add("--port", type=int, default=0, help="port at which hosts receive flows (a free one)")
 
 
-def _add_what(parser: Parser) -> None:
-    add = parser.add_argument_group("what").add_argument
-    add("--transport", choices=("tcp", "udp"), help="(tcp)")
-    text = "of the path, such as 250mbit or 10gbit (found by the probe)"
-    add("--rate", type=_rate, metavar="RATE", help=text)
-    text = "of each flow on average, such as 6%% of the rate, or 15mbit (6%%; from --tail 2 10%%)"
-    add("--load", default=None, metavar="SHARE", help=text)
-    add("--burst", type=_size, metavar="SIZE", help="mean (64K)")
-    add("--bursts", choices=LAWS, help="law of their sizes (exponential)")
-    add("--gaps", choices=LAWS, help="law of the gaps (exponential)")
-    text = "the most within a burst (tcp: as fast as it goes; udp: the rate)"
-    add("--peak", type=_rate, metavar="RATE", help=text)
-    add("--seed", type=int, metavar="N", help="of sizes and gaps (0)")
-    text = "how long to play, calibration not counted (60)"
-    add("--seconds", type=float, default=60.0, metavar="S", help=text)
+def _add_what(parser: BenchParser) -> None:
+    add = parser.add_argument_group("pattern").add_argument
+    add("--transport", choices=("tcp", "udp"), help="transport of the flows (tcp)")
+    add(
+        "--rate",
+        type=_parse_rate,
+        metavar="RATE",
+        help="rate of the path, such as 250mbit or 10gbit (measured by the probe)",
+    )
+    add(
+        "--load",
+        default=None,
+        metavar="SHARE",
+        help=(
+            "of each flow on average, such as 6%% of the rate, or 15mbit (6%%; from --tail 2 10%%)"
+        ),
+    )
+    add("--burst", type=_parse_size, metavar="SIZE", help="mean size of a burst (64K)")
+    add("--bursts", choices=DISTRIBUTIONS, help="distribution of burst sizes (exponential)")
+    add("--gaps", choices=DISTRIBUTIONS, help="distribution of the gaps (exponential)")
+    add(
+        "--peak",
+        type=_parse_rate,
+        metavar="RATE",
+        help="highest rate within a burst (tcp: unlimited; udp: --rate)",
+    )
+    add("--seed", type=int, metavar="N", help="seed of sizes and gaps (0)")
+    add(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="duration after calibration (60)",
+    )
 
 
-def _add_tail(parser: Parser) -> None:
+def _add_tail(parser: BenchParser) -> None:
     add = parser.add_argument_group("tail").add_argument
-    text = "steer the bursts until p99 / p50 of the probe is this, such as 1.5 or 3"
-    add("--tail", type=float, metavar="RATIO", help=text)
-    text = "how far off the ratio may be, and how wide its 95%% interval (a 15th of --tail)"
-    add("--tolerance", type=float, metavar="X", help=text)
-    text = "the most that calibration takes (300)"
-    add("--within", type=float, metavar="S", help=text)
-    text = "ring:SIZE, a ring all_reduce's messages; echo:SIZE; none: do not look (ring:256K)"
-    add("--probe", default=None, metavar="KIND:SIZE", help=text)
-    text = "between two looks at the tail while playing (60)"
-    add("--probe-every", type=float, metavar="S", help=text)
-    add("--probe-samples", type=int, metavar="N", help="of a look (300)")
+    add(
+        "--tail",
+        type=float,
+        metavar="RATIO",
+        help="calibrate the bursts to this p99 / p50 of the probe, such as 1.5 or 3",
+    )
+    add(
+        "--tolerance",
+        type=float,
+        metavar="X",
+        help="accepted error of the ratio and of its 95%% interval (a 15th of --tail)",
+    )
+    add("--within", type=float, metavar="S", help="longest duration of the calibration (300)")
+    add(
+        "--probe",
+        default=None,
+        metavar="KIND:SIZE",
+        help="ring:SIZE, the messages of a ring all_reduce; echo:SIZE; or none (ring:256K)",
+    )
+    add(
+        "--probe-every",
+        type=float,
+        metavar="S",
+        help="seconds between two measurements of the tail (60)",
+    )
+    add("--probe-samples", type=int, metavar="N", help="samples of a measurement (300)")
 
 
 def _check(options: argparse.Namespace) -> None:
-    for flag, value, most in (
+    for flag, value, limit in (
         ("--seconds", options.seconds, MOST_SECONDS),
         ("--within", options.within, 86400.0),
         ("--probe-every", options.probe_every, math.inf),
         ("--tolerance", options.tolerance, 100.0),
     ):
-        if value is not None and not 0 < value <= most:
-            bound = "" if math.isinf(most) else f", at most {most:g}"
+        if value is not None and not 0 < value <= limit:
+            bound = "" if math.isinf(limit) else f", at most {limit:g}"
             raise ConfigError(f"{flag} {value:g}; expected more than 0{bound}")
     if options.tail is not None and not 1 < options.tail <= 100:
         raise ConfigError(f"--tail {options.tail:g}; expected a ratio above 1, such as 1.5 or 3")
@@ -204,10 +264,10 @@ def _check(options: argparse.Namespace) -> None:
             require_writable(path, flag)
 
 
-def _check_together(options: argparse.Namespace) -> None:
+def _check_combinations(options: argparse.Namespace) -> None:
     """Refuse flags that exclude each other, or have no effect without another one."""
-    for flag, of_tail in (("--tolerance", options.tolerance), ("--within", options.within)):
-        if options.tail is None and of_tail is not None:
+    for flag, value in (("--tolerance", options.tolerance), ("--within", options.within)):
+        if options.tail is None and value is not None:
             raise ConfigError(f"{flag} needs --tail")
     if options.flow and options.between:
         raise ConfigError("--flow and --between exclude each other")
@@ -221,13 +281,13 @@ def _check_together(options: argparse.Namespace) -> None:
         raise ConfigError("--environment is the file of --replay; name another one")
 
 
-def _made(options: argparse.Namespace) -> Environment:
-    """An environment of flags."""
-    sites = _sites(options)
-    flows = tuple(_flow(word, sites) for word in options.flow)
+def _make_environment(options: argparse.Namespace) -> Environment:
+    """Return the environment that flags describe."""
+    sites = _traffic_hosts(options)
+    flows = tuple(_parse_flow(word, sites) for word in options.flow)
     rate = options.rate or 1e9
     share = HEAVY_LOAD if (options.tail or 0) >= HEAVY_TAIL else LOAD
-    load = _load(options.load, share, rate, measured=options.rate is None)
+    load = _parse_load(options.load, share, rate, measured=options.rate is None)
     pattern = Pattern(
         rate=rate,
         load=load,
@@ -241,24 +301,24 @@ def _made(options: argparse.Namespace) -> Environment:
     between = flows or flows_between(len(sites), options.between or "pairs")
     if options.guide_flows:
         between = between * max(1, options.guide_flows // len(between))
-    return Environment(sites, between, pattern, _probe(options.probe))
+    return Environment(sites, between, pattern, _parse_probe(options.probe))
 
 
 def _refuse_changes(options: argparse.Namespace) -> None:
-    """What is played says what a file has; calibrating begins where that stands."""
+    """Refuse flags whose values a replayed file defines."""
     fixed = {
-        **{f"--{name}": getattr(options, name) for name in _PATTERN},
+        **{f"--{name}": getattr(options, name) for name in _PATTERN_FLAGS},
         "--probe": options.probe if options.probe != "none" else None,
         "-s": options.guide_size,
     }
-    if given := [flag for flag, value in fixed.items() if value not in (None, [])]:
-        raise ConfigError(f"{given[0]}: what --replay plays says that; leave it out")
+    if conflicting := [flag for flag, value in fixed.items() if value not in (None, [])]:
+        raise ConfigError(f"{conflicting[0]}: what --replay plays says that; leave it out")
 
 
-def _sites(options: argparse.Namespace) -> tuple[Site, ...]:
+def _traffic_hosts(options: argparse.Namespace) -> tuple[TrafficHost, ...]:
     if options.hosts and options.hosts_file:
         raise ConfigError("--hosts and --hosts-file exclude each other")
-    hosts = named_hosts(options.hosts) or listed_hosts(options.hosts_file)
+    hosts = parse_host_names(options.hosts) or read_host_list(options.hosts_file)
     if not hosts:
         raise ConfigError("which hosts? give --hosts, --hosts-file or --replay")
     if len(hosts) < 2:
@@ -266,28 +326,28 @@ def _sites(options: argparse.Namespace) -> tuple[Site, ...]:
             f"traffic needs two hosts, and {hosts[0].name} is one",
             hint="name the other one too: --hosts A B",
         )
-    return tuple(site_of(host) for host in hosts)
+    return tuple(to_traffic_host(host) for host in hosts)
 
 
-def site_of(host: Host) -> Site:
-    """A host of the launcher's as a site: this machine without SSH."""
+def to_traffic_host(host: Host) -> TrafficHost:
+    """Return a host of the launcher as a traffic host; this machine is used without SSH."""
     via = host.via or ("local" if is_this_machine(host.name) else "ssh")
     address = host.addr or host.name
-    return Site(host.name, address, None, via, host.user, host.port, host.proxy)
+    return TrafficHost(host.name, address, None, via, host.user, host.port, host.proxy)
 
 
-def _flow(word: str, sites: tuple[Site, ...]) -> Flow:
+def _parse_flow(word: str, sites: tuple[TrafficHost, ...]) -> Flow:
     names = [site.name for site in sites]
     source, _, target = word.partition(":")
     for name in (source, target):
         if name not in names:
-            near = did_you_mean(name, names)
-            raise ConfigError(f"--flow {word!r}: {name!r} is none of the hosts{near}")
+            suggestion = suggest_name(name, names)
+            raise ConfigError(f"--flow {word!r}: {name!r} is none of the hosts{suggestion}")
     return Flow(names.index(source), names.index(target))
 
 
-def _load(text: str | None, share: float, rate: float, *, measured: bool) -> float:
-    """Bit/s of ``6%`` or ``15mbit``; without them of ``share``."""
+def _parse_load(text: str | None, share: float, rate: float, *, measured: bool) -> float:
+    """Return the bit/s of ``6%`` or ``15mbit``; by default ``share`` of the rate."""
     if text is None:
         return share * rate
     if text.endswith("%"):
@@ -298,30 +358,30 @@ def _load(text: str | None, share: float, rate: float, *, measured: bool) -> flo
     if measured:
         raise ConfigError("--load in bit/s needs --rate; a share such as 6% does not")
     try:
-        return _rate(text)
+        return _parse_rate(text)
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"--load {error}") from None
 
 
-def _probe(text: str | None) -> Probe:
+def _parse_probe(text: str | None) -> Probe:
     if text in (None, "none"):
         return Probe()
     kind, colon, size = str(text).partition(":")
-    chosen = next((one for one in KINDS if one == kind), None)
+    chosen = next((known_kind for known_kind in PROBE_KINDS if known_kind == kind), None)
     if chosen is not None:
         return Probe(chosen, parse_size(size)) if colon else Probe(chosen)
-    near = did_you_mean(kind, (*KINDS, "none"))
-    raise ConfigError(f"--probe {text!r}; expected ring:SIZE, echo:SIZE or none{near}")
+    suggestion = suggest_name(kind, (*PROBE_KINDS, "none"))
+    raise ConfigError(f"--probe {text!r}; expected ring:SIZE, echo:SIZE or none{suggestion}")
 
 
-def _rate(text: str) -> float:
-    found = _RATE.fullmatch(text.strip())
-    if found is None or not float(found["number"]):
+def _parse_rate(text: str) -> float:
+    match = _RATE.fullmatch(text.strip())
+    if match is None or not float(match["number"]):
         raise argparse.ArgumentTypeError(f"{text!r}; expected such as 250mbit or 10gbit")
-    return float(found["number"]) * _RATES[found["unit"].lower()]
+    return float(match["number"]) * _RATES[match["unit"].lower()]
 
 
-def _size(text: str) -> int:
+def _parse_size(text: str) -> int:
     try:
         return parse_size(text)
     except ConfigError as error:

@@ -1,9 +1,9 @@
-"""The probe's process on a host: a ring of TCP connections among the sites, over which site 0
-starts one operation after the other and takes its time. Standard library alone.
+"""Worker for the probe: a ring of TCP connections among the hosts. Host 0 starts one operation
+after the other and times each. Standard library alone.
 
-An operation begins when a token of one byte has gone round, so that every site waits for it. In a
-ring all_reduce of n sites each sends 2(n-1) pieces of an n-th to its neighbour and gets as many, a
-piece at a time; an echo is one message to the second site and back.
+An operation begins when a token of one byte has gone round, so that every host waits for it. In a
+ring all_reduce of n hosts each sends 2(n-1) pieces of an n-th to its neighbour and receives as
+many, a piece at a time. An echo is one message to the second host and back.
 """
 
 from __future__ import annotations
@@ -13,131 +13,146 @@ import socket
 import threading
 import time
 
-from flagscale.bench.traffic.messages import Said, Word
-from flagscale.bench.traffic.sockets import connect, listener, welcome
+from flagscale.bench.traffic.messages import TrafficCommand, TrafficEvent, WorkerSettings
+from flagscale.bench.traffic.sockets import accept_hello, connect, open_listener
 from flagscale.bench.traffic.spec import Probe
-from flagscale.bench.traffic.worker_control import Post
+from flagscale.hosts.workers.control import ControlChannel
 
-_PATIENCE = 60.0
-_TELL_SECONDS = 0.25
-_MEET_SECONDS = 20.0
+_STALL_SECONDS = 60.0
+_REPORT_SECONDS = 0.25
+_CONNECT_SECONDS = 20.0
 
 
-def serve(post: Post) -> None:
-    """The life of the process.
+def serve(
+    settings: WorkerSettings, channel: ControlChannel[TrafficCommand], congestion: str
+) -> None:
+    """Run the worker until its process ends.
 
     Raises:
         OSError: a neighbour cannot be reached, or is lost.
     """
-    server = listener(post.order, socket.SOCK_STREAM)
-    post.open(server.getsockname()[1])
-    word = post.words.get()
-    if word.probe is None:
+    server = open_listener(settings, socket.SOCK_STREAM)
+    channel.open()
+    port = server.getsockname()[1]
+    channel.send_event(TrafficEvent("ready", port=port, congestion=congestion))
+    command = channel.commands.get()
+    if command.probe is None:
         raise ValueError("a ring needs a probe")
-    ring = _Ring(post, word, server, word.probe)
-    post.say(Said("joined"))
-    if post.order.number == 0:
-        _lead(post, ring)
+    ring = _ProbeRing(settings, channel, command, server, command.probe)
+    channel.send_event(TrafficEvent("joined"))
+    if settings.number == 0:
+        _take_samples(channel, ring)
     while True:
         ring.follow()
 
 
-class _Ring:
-    """The two connections of a site, and its share of an operation."""
+class _ProbeRing:
+    """The two connections of a host, and its share of an operation."""
 
-    def __init__(self, post: Post, word: Word, server: socket.socket, probe: Probe) -> None:
-        count, own = len(word.peers), post.order.number
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        channel: ControlChannel[TrafficCommand],
+        command: TrafficCommand,
+        server: socket.socket,
+        probe: Probe,
+    ) -> None:
+        count, number = len(command.peers), settings.number
         self._probe, self._count = probe, count
-        found: list[socket.socket] = []
+        accepted: list[socket.socket] = []
 
         def accept() -> None:
-            while not found:
-                made, _ = server.accept()
-                who = welcome(post.order, made)
-                if who is not None and who[1] == (own - 1) % count:
-                    found.append(made)
+            while not accepted:
+                sock, _ = server.accept()
+                sender = accept_hello(settings, sock)
+                if sender is not None and sender[1] == (number - 1) % count:
+                    accepted.append(sock)
 
-        waiting = threading.Thread(target=post.guarded(accept), daemon=True)
+        waiting = threading.Thread(target=channel.report_errors(accept), daemon=True)
         waiting.start()
-        after = (own + 1) % count
-        self._next = connect(post.order, word.peers[after], socket.SOCK_STREAM, 0, after).sock
-        waiting.join(_MEET_SECONDS)
-        if not found:
+        following = (number + 1) % count
+        peer = command.peers[following]
+        self._next = connect(settings, peer, socket.SOCK_STREAM, 0, following).sock
+        waiting.join(_CONNECT_SECONDS)
+        if not accepted:
             raise OSError("the site before this one has not come")
-        self._before = found[0]
-        for sock in (self._next, self._before):
+        self._previous = accepted[0]
+        for sock in (self._next, self._previous):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setblocking(False)
         piece = -(-probe.size // count) if probe.kind == "ring" else probe.size
-        self._out, self._into = memoryview(bytes(piece)), memoryview(bytearray(piece))
+        self._outgoing = memoryview(bytes(piece))
+        self._incoming = memoryview(bytearray(piece))
         self._token = memoryview(bytearray(1))
 
     def lead(self) -> float:
-        """One operation of site 0: its seconds."""
+        """Run one operation as host 0, and return its seconds."""
         self._exchange(memoryview(b"t"), self._token)
         begin = time.perf_counter()
         if self._probe.kind == "ring":
-            self._pieces()
+            self._exchange_pieces()
         else:
-            self._exchange(self._out, self._into)
+            self._exchange(self._outgoing, self._incoming)
         return time.perf_counter() - begin
 
     def follow(self) -> None:
-        """One operation of another site, whenever it comes."""
-        self._exchange(memoryview(b""), self._token, patience=None)
+        """Run one operation as another host, whenever it begins."""
+        self._exchange(memoryview(b""), self._token, timeout=None)
         self._exchange(self._token, self._token[:0])
         if self._probe.kind == "ring":
-            self._pieces()
+            self._exchange_pieces()
         else:
-            self._exchange(memoryview(b""), self._into)
-            self._exchange(self._out, self._into[:0])
+            self._exchange(memoryview(b""), self._incoming)
+            self._exchange(self._outgoing, self._incoming[:0])
 
-    def _pieces(self) -> None:
+    def _exchange_pieces(self) -> None:
         for _ in range(2 * (self._count - 1)):
-            self._exchange(self._out, self._into)
+            self._exchange(self._outgoing, self._incoming)
 
     def _exchange(
-        self, out: memoryview, into: memoryview, patience: float | None = _PATIENCE
+        self, outgoing: memoryview, incoming: memoryview, timeout: float | None = _STALL_SECONDS
     ) -> None:
-        """Send ``out`` to the next site and fill ``into`` from the one before, at the same time."""
+        """Send to the next host and fill ``incoming`` from the previous one at the same time.
+        ``timeout``: seconds without progress."""
         poller = select.poll()
-        if out:
+        if outgoing:
             poller.register(self._next, select.POLLOUT)
-        if into:
-            poller.register(self._before, select.POLLIN)
-        sent = got = 0
-        while sent < len(out) or got < len(into):
-            ready = poller.poll(None if patience is None else 1e3 * patience)
+        if incoming:
+            poller.register(self._previous, select.POLLIN)
+        sent = received = 0
+        while sent < len(outgoing) or received < len(incoming):
+            ready = poller.poll(None if timeout is None else 1e3 * timeout)
             if not ready:
-                raise OSError(f"the probe has stood still for {_PATIENCE:g} s")
+                raise OSError(f"the probe has stood still for {_STALL_SECONDS:g} s")
             for descriptor, _ in ready:
-                if descriptor == self._next.fileno() and sent < len(out):
-                    sent += self._next.send(out[sent:])
-                    if sent == len(out):
+                if descriptor == self._next.fileno() and sent < len(outgoing):
+                    sent += self._next.send(outgoing[sent:])
+                    if sent == len(outgoing):
                         poller.unregister(self._next)
-                elif got < len(into):
-                    count = self._before.recv_into(into[got:])
+                elif received < len(incoming):
+                    count = self._previous.recv_into(incoming[received:])
                     if not count:
                         raise OSError("the probe has lost the site before this one")
-                    got += count
-                    if got == len(into):
-                        poller.unregister(self._before)
+                    received += count
+                    if received == len(incoming):
+                        poller.unregister(self._previous)
 
 
-def _lead(post: Post, ring: _Ring) -> None:
-    """Site 0's life: it takes times when it is asked for them."""
+def _take_samples(channel: ControlChannel[TrafficCommand], ring: _ProbeRing) -> None:
+    """Run as host 0: time operations whenever a ``probe`` command asks for samples."""
     while True:
-        word = post.words.get()
-        if word.do != "probe":
+        command = channel.commands.get()
+        if command.action != "probe":
             continue
-        deadline, told, times = time.monotonic() + word.seconds, time.monotonic(), list[float]()
-        for _ in range(word.samples):
-            times.append(ring.lead())
+        last_report, samples = time.monotonic(), list[float]()
+        deadline = last_report + command.seconds
+        for _ in range(command.samples):
+            samples.append(ring.lead())
             now = time.monotonic()
-            if now - told > _TELL_SECONDS:
-                post.say(Said("samples", samples=tuple(times)))
-                times, told = [], now
+            if now - last_report > _REPORT_SECONDS:
+                channel.send_event(TrafficEvent("samples", samples=tuple(samples)))
+                samples, last_report = [], now
             if now > deadline:
                 break
-        post.say(Said("samples", samples=tuple(times)))
-        post.say(Said("probed"))
+        channel.send_event(TrafficEvent("samples", samples=tuple(samples)))
+        channel.send_event(TrafficEvent("probed"))

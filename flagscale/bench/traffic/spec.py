@@ -1,7 +1,7 @@
-"""What traffic is: sites, flows, their pattern, and the probe that feels them. Standard library
-alone: hosts read it too.
+"""Traffic as dataclasses: hosts, flows, their pattern, and the probe that measures them.
+Standard library alone: hosts read it too.
 
-Sizes are bytes, times seconds, rates bit/s.
+Sizes are in bytes, times in seconds, rates in bit/s.
 """
 
 from __future__ import annotations
@@ -10,28 +10,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Law = Literal["constant", "exponential", "pareto"]
-"""How sizes and gaps are distributed; see :mod:`.laws`."""
-Between = Literal["pairs", "ring", "all"]
-Kind = Literal["ring", "echo"]
-KINDS: tuple[Kind, ...] = ("ring", "echo")
-LAWS: tuple[Law, ...] = ("constant", "exponential", "pareto")
-BETWEEN: tuple[Between, ...] = ("pairs", "ring", "all")
+Distribution = Literal["constant", "exponential", "pareto"]
+"""Distribution of sizes and gaps; see :mod:`.distributions`."""
+FlowLayout = Literal["pairs", "ring", "all"]
+ProbeKind = Literal["ring", "echo"]
+PROBE_KINDS: tuple[ProbeKind, ...] = ("ring", "echo")
+DISTRIBUTIONS: tuple[Distribution, ...] = ("constant", "exponential", "pareto")
+FLOW_LAYOUTS: tuple[FlowLayout, ...] = ("pairs", "ring", "all")
 
 SMALLEST_BURST, LARGEST_BURST = 1 << 10, 64 << 20
-"""Bytes. Beyond these a burst is no burst on any path that calibration knows."""
+"""Limits of a burst in bytes, on any path that calibration supports."""
 
 
 @dataclass(frozen=True)
-class Site:
-    """A host that traffic touches. ``via``, ``user``, ``port`` and ``proxy`` are how it is reached
-    (:class:`~flagscale.hosts.executor.Endpoint`)."""
+class TrafficHost:
+    """A host with flows or a part of the probe. ``via``, ``user``, ``port`` and ``proxy``
+    describe the connection to it (:class:`~flagscale.hosts.connection.Endpoint`).
+    """
 
     name: str
     addr: str
-    """Where the other sites reach it: the probe's path, and the flows' where these have none."""
+    """Address for the probe, and for flows without an address of their own."""
     flow_addr: str | None = None
-    """Where flows reach it instead: another network than the probe's, for a control."""
+    """Address for flows on another network than the probe's, as a control."""
     via: str = "ssh"
     user: str | None = None
     port: int | None = None
@@ -40,7 +41,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes from one site to another, by their numbers in :attr:`Environment.hosts`."""
+    """Bytes from one host to another, by their indices in :attr:`Environment.hosts`."""
 
     source: int
     target: int
@@ -48,47 +49,51 @@ class Flow:
 
 @dataclass(frozen=True)
 class Pattern:
-    """What each flow sends: bursts at times that are drawn in advance, so that one that is held up
-    does not lower the load."""
+    """Bursts that each flow sends. Their times are drawn in advance, so that a delayed burst
+    does not reduce the load.
+    """
 
     rate: float
-    """The path's own, bit/s."""
+    """Rate of the path."""
     load: float
-    """Of each flow on average, bit/s; below ``rate``."""
+    """Mean rate of each flow; below ``rate``."""
     burst: float
-    """Mean bytes of a burst."""
+    """Mean size of a burst."""
     transport: Literal["tcp", "udp"] = "tcp"
-    bursts: Law = "exponential"
-    gaps: Law = "exponential"
+    bursts: Distribution = "exponential"
+    gaps: Distribution = "exponential"
     peak: float | None = None
-    """The most within a burst, bit/s. None: TCP as fast as it goes, UDP ``rate``."""
+    """Highest rate within a burst. None: unlimited for TCP, ``rate`` for UDP."""
     seed: int = 0
 
     @property
     def gap(self) -> float:
-        """Mean seconds between the end of a burst at ``rate`` and the next one."""
+        """Mean time between the end of a burst at ``rate`` and the next one."""
         return 8 * self.burst * (1 / self.load - 1 / self.rate)
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What feels the traffic: messages over TCP between the sites, one operation at a time."""
+    """Messages over TCP between the hosts that measure the traffic's effect, one operation at a
+    time.
+    """
 
-    kind: Kind = "ring"
-    """``ring``: those of a ring all_reduce among all sites, without its sums. ``echo``: to the
-    second site and back."""
+    kind: ProbeKind = "ring"
+    """``ring``: the messages of a ring all_reduce among all hosts, without computing sums.
+    ``echo``: to the second host and back.
+    """
     size: int = 256 << 10
-    """Bytes of the tensor, or of the message. The same traffic gives a large one a small ratio."""
+    """Size of the tensor or message. The same traffic gives a larger size a smaller ratio."""
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         """Such as ``ring of 256 KiB``."""
-        return f"{self.kind} of {binary(self.size)}"
+        return f"{self.kind} of {format_bytes(self.size)}"
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a probe felt. Times in seconds."""
+class ProbeResult:
+    """Result of the probe; times in seconds."""
 
     samples: int
     median: float
@@ -97,51 +102,52 @@ class Found:
     """p99 ÷ p50."""
     low: float
     high: float
-    """The 95 % interval of the ratio, by a bootstrap of blocks."""
+    """95 % interval of the ratio, by a block bootstrap."""
 
     @property
     def half_width(self) -> float:
         return (self.high - self.low) / 2
 
     @property
-    def words(self) -> str:
+    def label(self) -> str:
         """Such as ``1.52 [1.44, 1.60], 800 samples``."""
         return f"{self.ratio:.2f} [{self.low:.2f}, {self.high:.2f}], {self.samples} samples"
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Traffic that can be played, and what it was found to do to the probe."""
+    """Traffic that can be played, and its measured effect on the probe. Stored as JSON."""
 
-    hosts: tuple[Site, ...]
+    hosts: tuple[TrafficHost, ...]
     flows: tuple[Flow, ...]
     pattern: Pattern
     probe: Probe = Probe()
     target: float | None = None
-    """The ratio that was asked for; None: nothing was calibrated."""
+    """Requested ratio; None if nothing was calibrated."""
     tolerance: float = 0.0
-    found: Found | None = None
-    """With the traffic, when it was calibrated."""
-    idle: Found | None = None
-    """Without it."""
+    found: ProbeResult | None = None
+    """Result of the probe with the traffic when it was calibrated."""
+    idle: ProbeResult | None = None
+    """Result of the probe without traffic."""
     congestion: tuple[tuple[str, str], ...] = ()
-    """Of each host the kernel's congestion control."""
+    """Congestion control of each host's kernel."""
     date: str = ""
 
     @property
     def reached(self) -> bool:
-        """Whether what was found is the target, within its tolerance."""
+        """Whether the result is the target, within the tolerance."""
         if self.target is None or self.found is None:
             return False
         return abs(self.found.ratio - self.target) <= self.tolerance
 
     def with_burst(self, burst: float) -> Environment:
-        """The same with other bursts; nothing is known of it yet."""
+        """Return the same environment with other bursts and no result."""
         return replace(self, pattern=replace(self.pattern, burst=burst), found=None)
 
-    def over(self, addresses: Mapping[str, str]) -> Environment:
-        """The same flows over another network, by host; the probe stays where it is. For a control
-        with traffic on a link that is not connected to the measured one."""
+    def on_network(self, addresses: Mapping[str, str]) -> Environment:
+        """Return the same flows over another network, by host name; the probe stays where it is.
+        Used as a control: traffic on a link that is not connected to the measured one.
+        """
         return replace(
             self,
             hosts=tuple(
@@ -152,13 +158,14 @@ class Environment:
 
 
 def default_tolerance(target: float) -> float:
-    """0.1 at 1.5, 0.2 at 3: a fifteenth."""
+    """Return a fifteenth of the target: 0.1 at 1.5, 0.2 at 3."""
     return round(target / 15, 3)
 
 
-def flows_between(count: int, between: Between) -> tuple[Flow, ...]:
-    """Flows among ``count`` sites, both ways: of neighbours two by two (the last of an odd number
-    with the first), around a ring, or of every two."""
+def flows_between(count: int, between: FlowLayout) -> tuple[Flow, ...]:
+    """Return flows among ``count`` hosts in both directions: between neighbours two by two (the
+    last of an odd number with the first), around a ring, or between every two.
+    """
     if between == "all":
         return tuple(Flow(a, b) for a in range(count) for b in range(count) if a != b)
     if between == "ring":
@@ -167,8 +174,8 @@ def flows_between(count: int, between: Between) -> tuple[Flow, ...]:
     return tuple(flow for a, b in pairs for flow in (Flow(a, b), Flow(b, a)))
 
 
-def binary(size: float) -> str:
-    """Such as ``256 KiB``."""
+def format_bytes(size: float) -> str:
+    """Format a size, such as ``256 KiB``."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.4g} {unit}"
@@ -176,8 +183,8 @@ def binary(size: float) -> str:
     return f"{size:.4g} GiB"
 
 
-def bits(rate: float) -> str:
-    """Such as ``250 Mbit/s``."""
+def format_rate(rate: float) -> str:
+    """Format a rate, such as ``250 Mbit/s``."""
     for unit in ("bit/s", "kbit/s", "Mbit/s"):
         if rate < 1000:
             return f"{rate:.3g} {unit}"
@@ -185,8 +192,8 @@ def bits(rate: float) -> str:
     return f"{rate:.3g} Gbit/s"
 
 
-def names(environment: Environment, flows: Sequence[Flow] | None = None) -> list[str]:
-    """The flows, such as ``h00 → h01``."""
+def flow_names(environment: Environment, flows: Sequence[Flow] | None = None) -> list[str]:
+    """Return the flows in words, such as ``h00 → h01``."""
     hosts = environment.hosts
     chosen = environment.flows if flows is None else flows
     return [f"{hosts[flow.source].name} → {hosts[flow.target].name}" for flow in chosen]

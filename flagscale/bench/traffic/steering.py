@@ -1,8 +1,8 @@
-"""Which bursts give the wanted ratio: a closed loop in logarithms. Pure.
+"""Control loop for the burst size that gives a requested ratio. Pure.
 
-At a fixed load the ratio grows with the bursts as a power of them, over the range that matters. So
-ln(burst) is steered by ln(target ÷ ratio), divided by the slope that the windows so far have shown.
-Windows near the place where the loop stands count most, and long ones more than short ones.
+At a fixed load the ratio grows as a power of the burst size, over the relevant range. Therefore
+ln(burst) is changed by ln(target ÷ ratio), divided by the slope estimated from all windows so
+far. Windows near the current position count most, and long windows more than short ones.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import math
 from flagscale.bench.traffic.spec import LARGEST_BURST, SMALLEST_BURST
 
 _SLOPE, _SLOPE_WEIGHT = 0.5, 0.15
-"""What a slope is taken for before anything is known, and how much that counts."""
+"""Prior of the slope, and its weight."""
 _LEAST_SLOPE, _MOST_SLOPE = 0.25, 1.5
 _REACH = math.log(4)
-"""Windows this far from where the loop stands count e times less; and no step is larger."""
+"""Distance at which a window's weight falls by a factor of e, and the largest step."""
 _STUCK = 3
 
 
 class Steering:
-    """The loop: it is told what windows found, and proposes the next burst."""
+    """Control loop: records the results of windows, and proposes the next burst size."""
 
     def __init__(
         self,
@@ -30,36 +30,43 @@ class Steering:
         most: float = LARGEST_BURST,
     ) -> None:
         self._target, self._least, self._most = math.log(target), math.log(least), math.log(most)
-        self._at = math.log(burst)
+        self._position = math.log(burst)
         self._points: list[tuple[float, float, int]] = []
         self._at_limit = 0
 
     @property
     def burst(self) -> float:
-        """The proposal, in bytes."""
-        return math.exp(self._at)
+        """The proposed burst size in bytes."""
+        return math.exp(self._position)
 
     @property
     def stuck(self) -> bool:
-        """Whether bursts are as small or as large as they may be, and have not been enough for
-        three windows."""
+        """Whether bursts have been at their limit for three windows without reaching the target."""
         return self._at_limit >= _STUCK
 
-    def learn(self, burst: float, ratio: float, samples: int, reach: float = _REACH) -> float:
-        """Take what a window of ``samples`` found with ``burst``; the next burst, at most ``reach``
-        (a logarithm) away."""
+    def record_window(
+        self, burst: float, ratio: float, samples: int, reach: float = _REACH
+    ) -> float:
+        """Record the ratio of a window, and return the next burst size.
+
+        Args:
+            burst: burst size of the window, in bytes.
+            ratio: p99 ÷ p50 of its samples.
+            samples: number of samples.
+            reach: largest step of ln(burst).
+        """
         self._points.append((math.log(burst), math.log(ratio), samples))
-        wanted = self._solve(math.log(burst))
-        step = max(-reach, min(reach, wanted - self._at))
-        wanted = self._at + step
-        limited = not self._least <= wanted <= self._most
-        self._at = max(self._least, min(self._most, wanted))
+        proposal = self._solve(math.log(burst))
+        step = max(-reach, min(reach, proposal - self._position))
+        proposal = self._position + step
+        limited = not self._least <= proposal <= self._most
+        self._position = max(self._least, min(self._most, proposal))
         self._at_limit = self._at_limit + 1 if limited else 0
         return self.burst
 
-    def _solve(self, here: float) -> float:
-        """ln(burst) at which the line through the windows meets the target."""
-        weights = [n * math.exp(-abs(x - here) / _REACH) for x, _, n in self._points]
+    def _solve(self, position: float) -> float:
+        """Return ln(burst) at which the regression line of the windows has the target ratio."""
+        weights = [n * math.exp(-abs(x - position) / _REACH) for x, _, n in self._points]
         total = sum(weights)
         pairs = list(zip(weights, self._points, strict=True))
         x = sum(w * point[0] for w, point in pairs) / total

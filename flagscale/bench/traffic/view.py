@@ -1,4 +1,4 @@
-"""What a user sees: a table that lives on a terminal, lines elsewhere; the table of the end."""
+"""Display of a session: a live table on a terminal, lines elsewhere, and the table at the end."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from flagscale.bench.traffic.session import Rate, Traffic
-from flagscale.bench.traffic.spec import Environment, Found, binary, bits
-from flagscale.hosts.executor import Closing
+from flagscale.bench.traffic.session import FlowRate, Traffic
+from flagscale.bench.traffic.spec import Environment, ProbeResult, format_bytes, format_rate
+from flagscale.hosts.connection import Closeable
 
 _SHOWN_FLOWS = 16
 _LINE_SECONDS = 10.0
 _FEW = 20
 
 
-class View(Closing):
-    """Tells of a session; a :class:`~.calibration.Teller`."""
+class TrafficView(Closeable):
+    """Progress display; a :class:`~.calibration.CalibrationListener`."""
 
     def __init__(self, traffic: Traffic, *, plain: bool) -> None:
         self._traffic = traffic
         self._console = Console(highlight=False)
-        self._phase, self._since, self._told = "", time.monotonic(), time.monotonic()
+        self._phase, self._since, self._last_line = "", time.monotonic(), time.monotonic()
         self._samples: Sequence[float] = ()
         self._live: Live | None = None
         if self._console.is_terminal and not plain:
@@ -38,53 +38,62 @@ class View(Closing):
             self._live.stop()
             self._live = None
 
-    def phase(self, text: str) -> None:
-        """What begins now."""
+    def on_phase(self, text: str) -> None:
+        """Show that a phase begins."""
         if text != self._phase:
             self._phase, self._since, self._samples = text, time.monotonic(), ()
             if self._live is None:
-                self.line(text)
+                self.print_line(text)
 
-    def line(self, text: str) -> None:
-        """A line that stays."""
+    def print_line(self, text: str) -> None:
+        """Print a line that stays visible."""
         self._console.print(Text(text), soft_wrap=True)
 
-    def watch(self, samples: Sequence[float] | None = None) -> None:
-        """Show how far it is; ``samples`` are the probe's seconds of now."""
+    def on_samples(self, samples: Sequence[float] | None = None) -> None:
+        """Update the display. ``samples`` are the probe's current times in seconds."""
         if samples is not None:
             self._samples = samples
         if self._live is not None:
-            self._live.update(self._shown(), refresh=True)
-        elif time.monotonic() - self._told > _LINE_SECONDS:
-            self._told = time.monotonic()
+            self._live.update(self._render(), refresh=True)
+        elif time.monotonic() - self._last_line > _LINE_SECONDS:
+            self._last_line = time.monotonic()
             rates = self._traffic.rates()
-            self.line(f"  {_total(rates)} in {len(rates)} flows{_felt(self._samples)}")
+            self.print_line(
+                f"  {_total_rate(rates)} in {len(rates)} flows{_format_samples(self._samples)}"
+            )
 
-    def _shown(self) -> Group:
+    def _render(self) -> Group:
         rates = self._traffic.rates()
         table = Table(box=box.SIMPLE_HEAD)
         for name in ("flow", "now", "received"):
             table.add_column(name, justify="left" if name == "flow" else "right")
         hosts = self._traffic.environment.hosts
-        for one in rates[:_SHOWN_FLOWS]:
-            name = f"{hosts[one.flow.source].name} → {hosts[one.flow.target].name}"
-            table.add_row(Text(name), bits(one.rate), binary(one.received))
+        for rate in rates[:_SHOWN_FLOWS]:
+            name = f"{hosts[rate.flow.source].name} → {hosts[rate.flow.target].name}"
+            table.add_row(Text(name), format_rate(rate.rate), format_bytes(rate.received))
         if len(rates) > _SHOWN_FLOWS:
             table.add_row(f"and {len(rates) - _SHOWN_FLOWS} more", "", "")
-        table.add_row("all", _total(rates), binary(sum(one.received for one in rates)))
+        table.add_row("all", _total_rate(rates), format_bytes(sum(rate.received for rate in rates)))
         pattern = self._traffic.environment.pattern
-        what = f"bursts of {binary(pattern.burst)}, {bits(pattern.load)} a flow"
+        pattern_text = (
+            f"bursts of {format_bytes(pattern.burst)}, {format_rate(pattern.load)} a flow"
+        )
         seconds = f"{time.monotonic() - self._since:.0f} s"
-        felt = f"{self._traffic.environment.probe.words}{_felt(self._samples)}"
-        return Group(Text(f"{self._phase}, {seconds}", style="bold"), Text(what), table, Text(felt))
+        probe_text = f"{self._traffic.environment.probe.label}{_format_samples(self._samples)}"
+        return Group(
+            Text(f"{self._phase}, {seconds}", style="bold"),
+            Text(pattern_text),
+            table,
+            Text(probe_text),
+        )
 
 
-def _total(rates: Sequence[Rate]) -> str:
-    return bits(sum(one.rate for one in rates))
+def _total_rate(rates: Sequence[FlowRate]) -> str:
+    return format_rate(sum(rate.rate for rate in rates))
 
 
-def _felt(samples: Sequence[float]) -> str:
-    """Such as ``: p50 12.7 ms, p99 21.2 ms, p99/p50 1.67 of 200``."""
+def _format_samples(samples: Sequence[float]) -> str:
+    """Format samples, such as ``: p50 12.7 ms, p99 21.2 ms, p99/p50 1.67 of 200``."""
     if len(samples) < _FEW:
         return ""
     ordered = sorted(samples)
@@ -96,21 +105,23 @@ def _felt(samples: Sequence[float]) -> str:
     return f": {ms}, p99/p50 {p99 / median:.2f} of {len(ordered)}"
 
 
-def looks(
-    environment: Environment, checks: Sequence[tuple[float, Found]], held: Found | None
+def result_table(
+    environment: Environment, checks: Sequence[tuple[float, ProbeResult]], held: ProbeResult | None
 ) -> Table:
-    """The table of the end: what was found when, without traffic first, all looks last."""
+    """Return the table at the end: the probe's results without traffic, when calibrated, by
+    time, and over all measurements.
+    """
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("when")
     for name in ("samples", "p50 ms", "p99 ms", "p99/p50", "95 % interval"):
         table.add_column(name, justify="right")
     rows = [("without traffic", environment.idle), ("calibrated", environment.found)]
-    rows += [(f"{at:.0f} s", seen) for at, seen in checks]
+    rows += [(f"{at:.0f} s", result) for at, result in checks]
     if len(checks) > 1:
         rows.append(("all looks", held))
-    for when, seen in rows:
-        if seen is not None:
-            times = (f"{1e3 * seen.median:.2f}", f"{1e3 * seen.p99:.2f}")
-            interval = f"{seen.low:.2f} to {seen.high:.2f}"
-            table.add_row(when, str(seen.samples), *times, f"{seen.ratio:.2f}", interval)
+    for when, result in rows:
+        if result is not None:
+            times = (f"{1e3 * result.median:.2f}", f"{1e3 * result.p99:.2f}")
+            interval = f"{result.low:.2f} to {result.high:.2f}"
+            table.add_row(when, str(result.samples), *times, f"{result.ratio:.2f}", interval)
     return table

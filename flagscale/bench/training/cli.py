@@ -1,4 +1,4 @@
-"""``flagscale bench training``: its command line, and the sessions that it amounts to."""
+"""Command line of ``flagscale bench training``, and the sessions it describes."""
 
 from __future__ import annotations
 
@@ -9,203 +9,191 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flagscale.accelerators.registry import chosen
-from flagscale.bench.command_line import Parser, at_least, filled, judge
+from flagscale.accelerators.registry import choose_accelerator
+from flagscale.bench.command import BenchCommand, RankStarter
 from flagscale.bench.files import require_writable
-from flagscale.bench.machine import facts
-from flagscale.bench.placement import Placement, add_place, placement
-from flagscale.bench.tool import Starter, Tool
-from flagscale.bench.training.arms import (
-    CHOOSING,
-    Arm,
-    parse_custom,
-    require,
-    require_unset,
-    resolve,
+from flagscale.bench.machine import describe_machine
+from flagscale.bench.options import (
+    from_options,
+    parse_backend_options,
+    require_at_least,
 )
-from flagscale.bench.training.experiment import SETTLE, Chosen, Turns, compare
-from flagscale.bench.training.models.names import FAMILIES, SIZES, Choice, parse
-from flagscale.bench.training.output import Outputs, present
-from flagscale.bench.training.plan import SessionPlan, Training
+from flagscale.bench.placement import Placement, parse_placement
+from flagscale.bench.training.arms import (
+    ALGORITHM_VARIABLES,
+    Arm,
+    parse_custom_arms,
+    require_supported,
+    require_unset,
+    resolve_arm,
+)
+from flagscale.bench.training.experiment import (
+    SETTLE,
+    ExperimentSource,
+    ExperimentTrainer,
+    compare_arms_by_setting,
+)
+from flagscale.bench.training.models.names import SIZES, ModelChoice, parse_models
+from flagscale.bench.training.options import build_parser
+from flagscale.bench.training.output import OutputFiles, present_results
+from flagscale.bench.training.plan import SessionPlan, TrainingOptions
 from flagscale.bench.training.results import SessionResult
-from flagscale.bench.training.schedule import shuffled
-from flagscale.bench.training.settings import Setting, read_settings
-from flagscale.bench.training.summary import sound
-from flagscale.bench.world import BenchWorld, detect
+from flagscale.bench.training.schedule import draw_order
+from flagscale.bench.training.settings import NetworkSetting, read_settings
+from flagscale.bench.training.summary import is_valid
+from flagscale.bench.world import BenchWorld, detect_world
 from flagscale.comm import registry
 from flagscale.errors import ConfigError, JobError
 from flagscale.records import decode
 from flagscale.report.figure import require_image
 
-_DESCRIPTION = """\
-Train models by DistributedDataParallel under several ways to sum their gradients, with and
-without background traffic, and compare them fairly.
-
-Every arm has its own processes and its own environment, so that nothing of one reaches another.
-All start from the same weights and learn from the same data. They take turns of --block steps, in
-an order that --seed draws in every round; a step of one arm has its pair in every other. Warm-up
-and the first steps of each turn are trained and not counted. Losses of exact arms have to agree,
-all ranks of an arm have to end with the same bits, and who sent how many bytes to whom is counted
-between every two ranks: that is how one sees that two arms are two.
-
-arms
-  ring, tree    NCCL's algorithms on GPUs (NCCL_ALGO), fsccl's on CPUs (FSCCL_ALGO)
-  transpose     fsccl's: shards to their owners, sums to all; on CPUs
-  optireduce    fsccl's sums of bounded time (FSCCL_TAIL=bounded): they leave out what comes late
-  gloo, nccl... any backend by the name that a YAML gives it (flagscale comm list)
-  --arm wide=fsccl,FSCCL_TCP_CONNECTIONS=4    one of your own: a backend and its variables
-
-experiments
-  --config-name trains the YAML that action=run would start, on its own hosts, in place of models.
-  A turn is then a start of the run, which goes on from the arm's last checkpoint.
-
-settings
-  Without --environment: no traffic. Each --environment FILE, as flagscale bench traffic keeps it,
-  is played while all arms train; without traffic they train as well, which is what slowdowns are
-  against. --apart plays the last FILE over another network: what slows training then is not the
-  network between ranks but the hosts that carry the traffic.
-"""
-_EPILOG = """\
-examples
-  training -r 2 --models vgg19 --arms gloo,ring            two ranks here, a minute
-  training -r 4 --models gpt2,bert --size base --arms ring,tree,transpose --steps 200
-  training --hosts-file hosts --models all --arms ring,tree,optireduce \\
-      --environment low.json high.json --report trials.html --json trials.json
-  training --config-path examples/llama3/conf --config-name train --arms gloo,ring \\
-      --steps 60 --block 20 --override experiment.runner.nproc_per_node=2
-  training -r 8 --device cuda --models gpt2:large --arms ring,tree,nccl
-"""
-
 
 @dataclass(frozen=True)
-class TrialsPlan:
+class TrainingPlan:
     """All sessions of a command line."""
 
-    models: tuple[Choice, ...]
+    models: tuple[ModelChoice, ...]
     arms: tuple[Arm, ...]
-    settings: tuple[Setting, ...]
-    training: Training
+    settings: tuple[NetworkSetting, ...]
+    training: TrainingOptions
     placement: Placement
-    outputs: Outputs = field(default_factory=Outputs)
+    outputs: OutputFiles = field(default_factory=OutputFiles)
     comm: tuple[str, ...] = ()
     quiet: bool = False
 
     def check(self, ranks: int) -> None:
-        """Refuse one rank.
+        """Refuse a single rank.
 
         Raises:
             ConfigError: there is only one.
         """
         self.session(self.models[0], self.settings[0], Path()).check(ranks)
 
-    def session(self, model: Choice, setting: Setting, result: Path) -> SessionPlan:
-        """What ranks do for one model under one setting."""
+    def session(self, model: ModelChoice, setting: NetworkSetting, result: Path) -> SessionPlan:
+        """Return the ranks' plan for one model under one setting."""
         return SessionPlan(
-            *(model, setting.label, self.arms, self.training, self.placement),
+            model=model,
+            setting=setting.label,
+            arms=self.arms,
+            training=self.training,
+            placement=self.placement,
             comm=self.comm,
             quiet=self.quiet,
             result=result,
         )
 
 
-class Trials(Tool[TrialsPlan]):
-    """Compares arms by training under them."""
+class TrainingCommand(BenchCommand[TrainingPlan]):
+    """Command that compares arms by training."""
 
-    prog = "training"
+    prog = "flagscale bench training"
     run = "flagscale.bench.training.session:run_rank"
 
-    def read(self, words: list[str], prog: str, *, keeps: bool) -> TrialsPlan:
-        return _plan(_parser(prog).parse(words))
+    def parse_plan(self, words: list[str], prog: str, *, keeps: bool) -> TrainingPlan:
+        return _make_plan(build_parser(prog).parse(words))
 
     def run_line(self, words: list[str], prog: str) -> int:
-        """Carry out a command line; the exit code.
+        """Run a command line, and return the exit code.
 
         Raises:
-            FlagscaleError: it is wrong, its sessions fail, or a launcher has started this.
+            FlagscaleError: the line is wrong, a session failed, or a launcher has started this
+                process.
         """
-        refuse_launcher(detect(os.environ))
-        options = _parser(prog).parse(words)
+        refuse_launcher(detect_world(os.environ))
+        options = build_parser(prog).parse(words)
         if options.config_name is not None:
-            return _of_experiment(options)
+            return _compare_by_experiment(options)
         return super().run_line(words, prog)
 
-    def start(self, plan: TrialsPlan, ranks: int) -> int:
-        """Carry out every session, one after the other, and present what they found; the exit code:
-        1 where exact arms have not learned the same, or ranks have not ended with one model."""
-        found: list[SessionResult] = []
-        about = facts("flagscale", "torch", "transformers")
+    def start(self, plan: TrainingPlan, ranks: int) -> int:
+        """Run every session, one after the other, and present_results the results. Returns the exit
+        code: 1 if exact arms have different losses, or ranks ended with different replicas.
+        """
+        results: list[SessionResult] = []
+        about = describe_machine("flagscale", "torch", "transformers")
         with tempfile.TemporaryDirectory(prefix="flagscale-trials-") as directory:
             for model in plan.models:
-                order = shuffled(len(plan.settings), plan.training.seed)
-                own: dict[int, SessionResult] = {}
+                order = draw_order(len(plan.settings), plan.training.seed)
+                by_setting: dict[int, SessionResult] = {}
                 for number in order:
-                    result = Path(directory) / f"{len(found)}_{number}.json"
-                    own[number] = self._session(plan, model, number, ranks, result)
-                found += [own[number] for number in range(len(order))]
-        present(found, plan.training, {**about, "ranks": ranks}, plan.outputs)
-        return 0 if all(map(sound, found)) else JobError.exit_code
+                    result = Path(directory) / f"{len(results)}_{number}.json"
+                    by_setting[number] = self._run_session(plan, model, number, ranks, result)
+                results += [by_setting[number] for number in range(len(order))]
+        present_results(results, plan.training, {**about, "ranks": ranks}, plan.outputs)
+        return 0 if all(map(is_valid, results)) else JobError.exit_code
 
-    def _session(
-        self, plan: TrialsPlan, model: Choice, number: int, ranks: int, path: Path
+    def _run_session(
+        self, plan: TrainingPlan, model: ModelChoice, number: int, ranks: int, path: Path
     ) -> SessionResult:
         setting = plan.settings[number]
         session = plan.session(model, setting, path)
         if not plan.quiet:
             names = ", ".join(arm.name for arm in plan.arms)
-            print(f"# {model.title} on {ranks} ranks, {setting.told}: {names}", flush=True)
-        with setting.played(plan.placement.ssh_config) as probe:
+            print(f"# {model.title} on {ranks} ranks, {setting.description}: {names}", flush=True)
+        with setting.play_traffic(plan.placement.ssh_config) as probe:
             before = probe()
-            code = _SESSION.start(session, ranks)
+            code = _SESSION_STARTER.start(session, ranks)
             after = probe()
         if code or not path.is_file():
-            raise JobError(f"training {model.title}, {setting.told}, failed", exit_code=code or 1)
+            raise JobError(
+                f"training {model.title}, {setting.description}, failed", exit_code=code or 1
+            )
         result = decode(SessionResult, path.read_text(encoding="utf-8"))
-        return setting.judged(result, before, after)
+        return setting.add_tail_ratios(result, before, after)
 
 
-def _of_experiment(options: argparse.Namespace) -> int:
-    """Compare the arms by an experiment's own training; the exit code."""
-    given = [flag for flag, name in _NOT_OF_EXPERIMENTS.items() if getattr(options, name)]
-    if given:
+def _compare_by_experiment(options: argparse.Namespace) -> int:
+    """Compare the arms by an experiment's own training, and return the exit code."""
+    conflicting = [flag for flag, name in _MODEL_FLAGS.items() if getattr(options, name)]
+    if conflicting:
         raise ConfigError(
-            f"{', '.join(given)}: the YAML says what is trained, and where",
+            f"{', '.join(conflicting)}: the YAML says what is trained, and where",
             hint="--override train.model.num_layers=2 changes a value of it",
         )
     options.settle = SETTLE if options.settle is None else options.settle
-    training, outputs = _training(options), _outputs(options)
-    config = Chosen(options.config_path / options.config_name, tuple(options.override))
-    turns = Turns(config, training)
-    device = chosen(options.device)
-    arms = _named_arms(options, accelerated=not device.is_host, one_host=len(turns.hosts) < 2)
-    turns.admit(arms)
+    training, outputs = _training_options(options), _output_files(options)
+    config = ExperimentSource(options.config_path / options.config_name, tuple(options.override))
+    trainer = ExperimentTrainer(config, training)
+    device = choose_accelerator(options.device)
+    arms = _named_arms(options, accelerated=not device.is_host, one_host=len(trainer.hosts) < 2)
+    trainer.check_arms(arms)
     settings = read_settings(options.environment, options.apart)
-    order = shuffled(len(settings), training.seed)
-    found = compare(turns, arms, settings, order, options.ssh_config, quiet=options.quiet)
-    about = {**facts("flagscale", "torch", "megatron-core"), "ranks": turns.ranks}
-    present(found, training, about, outputs)
-    return 0 if all(map(sound, found)) else JobError.exit_code
+    order = draw_order(len(settings), training.seed)
+    results = compare_arms_by_setting(
+        trainer, arms, settings, order, options.ssh_config, quiet=options.quiet
+    )
+    about = {**describe_machine("flagscale", "torch", "megatron-core"), "ranks": trainer.ranks}
+    present_results(results, training, about, outputs)
+    return 0 if all(map(is_valid, results)) else JobError.exit_code
 
 
-_NOT_OF_EXPERIMENTS = {
-    "--models": "models", "--sequence": "sequence", "-r": "nworkers", "--hosts": "hosts",
-    "--hosts-file": "hosts_file", "--slurm-mode": "slurm", "--env": "env", "--comm": "comm",
-}  # fmt: skip
+_MODEL_FLAGS = {
+    "--models": "models",
+    "--sequence": "sequence",
+    "-r": "nworkers",
+    "--hosts": "hosts",
+    "--hosts-file": "hosts_file",
+    "--slurm-mode": "slurm",
+    "--env": "env",
+    "--comm": "comm",
+}
+"""Flags that an experiment's YAML replaces."""
 
 
-class _Session(Starter[SessionPlan]):
-    """One session: ranks, started wherever they are."""
+class _SessionStarter(RankStarter[SessionPlan]):
+    """Starter of the ranks of one session."""
 
-    run = Trials.run
+    run = TrainingCommand.run
 
 
-_SESSION = _Session()
+_SESSION_STARTER = _SessionStarter()
 
 
 def refuse_launcher(world: BenchWorld | None) -> None:
-    """Refuse ranks that somebody else has started: sessions start their own.
+    """Refuse to run under a launcher: sessions start their own ranks.
 
     Raises:
-        ConfigError: this process is one of them.
+        ConfigError: a launcher has started this process.
     """
     if world is not None:
         raise ConfigError(
@@ -215,73 +203,25 @@ def refuse_launcher(world: BenchWorld | None) -> None:
         )
 
 
-def _parser(prog: str) -> Parser:
-    parser = Parser(prog, _DESCRIPTION, _EPILOG)
-    add = parser.add_argument_group("what is trained").add_argument
-    names = ", ".join((*FAMILIES, "all"))
-    add("--models", metavar="LIST", help=f"{names}; gpt2:large is one of a size (gpt2)")
-    add("--size", choices=SIZES, default="tiny", help="of models that name none (tiny)")
-    text = "what is compared (ring,tree,transpose; on GPUs ring,tree)"
-    add("--arms", metavar="LIST", help=text)
-    text = "an arm of your own, such as wide=fsccl,FSCCL_TCP_CONNECTIONS=4"
-    add("--arm", action="append", default=[], metavar="NAME=BACKEND[,VAR=VALUE]", help=text)
-    add("-n", "--steps", type=int, default=100, metavar="N", help="that count, of each arm (100)")
-    add("--block", type=int, default=10, metavar="N", help="steps of a turn (10)")
-    add("-w", "--warmup", type=int, default=5, metavar="N", help="steps before the first (5)")
-    text = f"uncounted at each turn's start (1; of an experiment {SETTLE})"
-    add("--settle", type=int, metavar="N", help=text)
-    add("-b", "--batch", type=int, default=4, metavar="N", help="samples of a rank and step (4)")
-    text = "tokens of a sample (tiny 64, base 128, large 384)"
-    add("--sequence", type=int, metavar="N", help=text)
-    add("--bucket-mb", type=float, default=25.0, metavar="M", help="of gradient buckets, MiB (25)")
-    add("--seed", type=int, default=0, help="of weights, data and turns (0)")
-    add = parser.add_argument_group("an experiment in place of models").add_argument
-    text = "where its YAML is (.)"
-    add("--config-path", type=Path, default=Path(), metavar="DIR", help=text)
-    add("--config-name", metavar="NAME", help="of the YAML that action=run would start")
-    text = "a value of it, as Hydra writes it; several, or again"
-    add("--override", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=text)
-    add = parser.add_argument_group("settings of the network").add_argument
-    text = "traffic to train under, as flagscale bench traffic keeps it; several, or again"
-    add(
-        "--environment",
-        nargs="+",
-        action="extend",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help=text,
-    )
-    text = "a control: the last FILE's flows over these addresses of its hosts"
-    add("--apart", nargs="+", action="extend", default=[], metavar="HOST=ADDRESS", help=text)
-    add_place(parser)
-    parser.set_defaults(pin=False)
-    add = parser.add_argument_group("what is kept").add_argument
-    add("-T", "--timeout", type=float, default=300.0, metavar="S", help="longest silence (300)")
-    add("-J", "--json", type=Path, metavar="FILE", help="everything, for programs")
-    add("--csv", type=Path, metavar="FILE", help="a line a step that counts")
-    add("--report", type=Path, metavar="FILE", help="one HTML page with all of it")
-    text = "time by setting and loss over time, .svg or .png; again for more"
-    add("--plot", dest="plots", action="append", default=[], type=Path, metavar="FILE", help=text)
-    add("-q", "--quiet", action="store_true", help="the results alone")
-    return parser
-
-
-def _plan(options: argparse.Namespace) -> TrialsPlan:
+def _make_plan(options: argparse.Namespace) -> TrainingPlan:
     if options.override:
         raise ConfigError("--override needs --config-name: of which experiment?")
     options.settle = 1 if options.settle is None else options.settle
-    training = _training(options)
-    models = _models(options.models or "gpt2", options.size)
+    training = _training_options(options)
+    models = _selected_models(options.models or "gpt2", options.size)
     for model in models:
-        if training.sequence is not None and (model.longest or 0) < training.sequence:
-            most = f"takes at most {model.longest} tokens" if model.longest else "takes images"
+        if training.sequence is not None and (model.max_sequence or 0) < training.sequence:
+            most = (
+                f"takes at most {model.max_sequence} tokens"
+                if model.max_sequence
+                else "takes images"
+            )
             raise ConfigError(f"--sequence {training.sequence}: {model.title} {most}")
     if options.backend != "auto":
         raise ConfigError(
             f"--backend {options.backend}: here backends are arms", hint=f"--arms {options.backend}"
         )
-    place = placement(options)
+    place = parse_placement(options)
     if place.slurm or place.starter == "mpirun":
         what = "--slurm-mode" if place.slurm else "--starter mpirun"
         raise ConfigError(
@@ -290,30 +230,30 @@ def _plan(options: argparse.Namespace) -> TrialsPlan:
         )
     require_unset((name for _, name, _ in place.environment), "--env")
     require_unset(os.environ, "the environment")
-    arms = _arms(options, place)
-    _judge(arms, options.comm)
+    arms = _arms_for_placement(options, place)
+    _check_backend_options(arms, options.comm)
     if not place.hosts:
-        require(arms, chosen(place.device).name)
-    return TrialsPlan(
+        require_supported(arms, choose_accelerator(place.device).name)
+    return TrainingPlan(
         models=models,
         arms=arms,
         settings=read_settings(options.environment, options.apart),
         training=training,
         placement=place,
-        outputs=_outputs(options),
+        outputs=_output_files(options),
         comm=tuple(options.comm),
         quiet=options.quiet,
     )
 
 
-def _training(options: argparse.Namespace) -> Training:
-    at_least("-n/--steps", options.steps, 1)
-    at_least("--block", options.block, 1)
-    at_least("-w/--warmup", options.warmup, 0)
-    at_least("--settle", options.settle, 0)
-    at_least("-b/--batch", options.batch, 1)
-    at_least("--sequence", options.sequence, 16)
-    at_least("--seed", options.seed, 0)
+def _training_options(options: argparse.Namespace) -> TrainingOptions:
+    require_at_least("-n/--steps", options.steps, 1)
+    require_at_least("--block", options.block, 1)
+    require_at_least("-w/--warmup", options.warmup, 0)
+    require_at_least("--settle", options.settle, 0)
+    require_at_least("-b/--batch", options.batch, 1)
+    require_at_least("--sequence", options.sequence, 16)
+    require_at_least("--seed", options.seed, 0)
     if not 0 < options.bucket_mb <= 1 << 16:
         raise ConfigError(f"--bucket-mb {options.bucket_mb:g}; expected MiB above 0")
     last = options.steps % options.block or options.block
@@ -323,51 +263,55 @@ def _training(options: argparse.Namespace) -> Training:
             "would count none",
             hint="longer turns (--block), which divide --steps",
         )
-    return filled(Training, options)
+    return from_options(TrainingOptions, options)
 
 
-def _models(text: str, size: str) -> tuple[Choice, ...]:
-    default = next(known for known in SIZES if known == size)
-    found = [c for word in text.split(",") if word.strip() for c in parse(word, default)]
-    if not found:
+def _selected_models(text: str, size: str) -> tuple[ModelChoice, ...]:
+    default = next(name for name in SIZES if name == size)
+    choices = [c for word in text.split(",") if word.strip() for c in parse_models(word, default)]
+    if not choices:
         raise ConfigError(f"--models {text!r}; expected such as gpt2,bert:large")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(choices))
 
 
-def _arms(options: argparse.Namespace, place: Placement) -> tuple[Arm, ...]:
-    accelerated = not chosen(place.device).is_host
+def _arms_for_placement(options: argparse.Namespace, place: Placement) -> tuple[Arm, ...]:
+    accelerated = not choose_accelerator(place.device).is_host
     return _named_arms(options, accelerated=accelerated, one_host=len(place.hosts) < 2)
 
 
 def _named_arms(
     options: argparse.Namespace, *, accelerated: bool, one_host: bool
 ) -> tuple[Arm, ...]:
-    custom = parse_custom(options.arm)
+    custom = parse_custom_arms(options.arm)
     default = "ring,tree" if accelerated else "ring,tree,transpose"
-    given = default if options.arms is None else options.arms
-    names = [word.strip() for word in given.split(",") if word.strip()]
+    selection = default if options.arms is None else options.arms
+    names = [word.strip() for word in selection.split(",") if word.strip()]
     names = list(dict.fromkeys((*names, *custom)))
     if not names:
         raise ConfigError(f"--arms {options.arms!r}; expected such as ring,tree")
     return tuple(
-        resolve(name, accelerated=accelerated, one_host=one_host, custom=custom) for name in names
+        resolve_arm(name, accelerated=accelerated, one_host=one_host, custom=custom)
+        for name in names
     )
 
 
-def _judge(arms: Sequence[Arm], words: Sequence[str]) -> None:
-    """Refuse options that are no backend's, or would make an arm another one."""
-    given = judge([arm.backend for arm in arms], words)
+def _check_backend_options(arms: Sequence[Arm], words: Sequence[str]) -> None:
+    """Refuse options of no backend, and options that would change an arm into another."""
+    options = parse_backend_options([arm.backend for arm in arms], words)
     for arm in arms:
-        own = dict(arm.environment)
-        for option in registry.backend(arm.backend).options:
-            if option.name in given[arm.backend] and option.variable in (*own, *CHOOSING):
+        variables = dict(arm.environment)
+        for option in registry.get_backend(arm.backend).options:
+            if option.name in options[arm.backend] and option.variable in (
+                *variables,
+                *ALGORITHM_VARIABLES,
+            ):
                 raise ConfigError(
-                    f"--comm {option.name}: arm {arm.name} is {arm.told}",
+                    f"--comm {option.name}: arm {arm.name} is {arm.description}",
                     hint=f"--arm NAME={arm.backend},{option.variable}=... is another arm",
                 )
 
 
-def _outputs(options: argparse.Namespace) -> Outputs:
+def _output_files(options: argparse.Namespace) -> OutputFiles:
     for path in options.plots:
         require_image(path, "--plot")
         require_writable(path, "--plot")
@@ -376,7 +320,7 @@ def _outputs(options: argparse.Namespace) -> Outputs:
             require_writable(path, flag)
     if options.report is not None:
         require_writable(options.report, "--report")
-    return Outputs(options.json, options.csv, options.report, tuple(options.plots))
+    return OutputFiles(options.json, options.csv, options.report, tuple(options.plots))
 
 
-main = Trials().main
+main = TrainingCommand().main

@@ -1,4 +1,4 @@
-"""What trials show and keep: tables on the terminal, JSON, CSV, figures and a page."""
+"""Output of the training benchmark: tables on the terminal, JSON, CSV, figures and a page."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flagscale.bench.training.plan import Training
+from flagscale.bench.training.plan import TrainingOptions
 from flagscale.bench.training.results import SessionResult, Steps
 from flagscale.bench.training.summary import (
     COLUMNS,
     FEW,
-    Line,
-    by_model,
-    cells,
-    findings,
-    lines,
+    ArmSummary,
+    format_row,
+    group_by_model,
+    list_findings,
+    summarize_arms,
 )
-from flagscale.files import plain, write_atomic
+from flagscale.files import to_plain, write_atomic
 
 _PUBLIC = 0o644
 _WIDTH = 180
 
 
 @dataclass(frozen=True)
-class Outputs:
-    """Files that are wanted."""
+class OutputFiles:
+    """Files to write."""
 
     json: Path | None = None
     csv: Path | None = None
@@ -43,122 +43,144 @@ class Outputs:
     plots: tuple[Path, ...] = ()
 
 
-def present(
+def present_results(
     sessions: Sequence[SessionResult],
-    training: Training,
+    training: TrainingOptions,
     about: Mapping[str, Any],
-    outputs: Outputs,
+    files: OutputFiles,
 ) -> None:
-    """Show and write what sessions have found.
+    """Print the results of sessions, and write them to files.
 
     Raises:
         OSError: a file cannot be written.
     """
-    found = lines(sessions)
-    # Where nobody looks, nothing is folded.
+    summaries = summarize_arms(sessions)
+    # Lines are not folded in a pipe or file.
     width = None if sys.stdout.isatty() else _WIDTH
     console = Console(highlight=False, soft_wrap=True, width=width)
-    console.print(guide_table(found))
-    console.print(detail_table(found))
-    for text in notes(sessions, found):
+    console.print(median_table(summaries))
+    console.print(detail_table(summaries))
+    for text in list_notes(sessions, summaries):
         console.print(Text(text))
-    if outputs.json is not None:
-        whole = as_json(sessions, training, about, found)
-        write_atomic(outputs.json, json.dumps(whole, indent=1) + "\n", _PUBLIC)
-    if outputs.csv is not None:
-        write_atomic(outputs.csv, as_csv(sessions), _PUBLIC)
-    if outputs.report is not None:
+    if files.json is not None:
+        record = to_json_record(sessions, training, about, summaries)
+        write_atomic(files.json, json.dumps(record, indent=1) + "\n", _PUBLIC)
+    if files.csv is not None:
+        write_atomic(files.csv, format_csv(sessions), _PUBLIC)
+    if files.report is not None:
         from flagscale.bench.training.page import render
 
-        write_atomic(outputs.report, render(sessions, found, training, about), _PUBLIC)
-    for path in outputs.plots:
-        from flagscale.bench.training.figures import write
+        write_atomic(files.report, render(sessions, summaries, training, about), _PUBLIC)
+    for path in files.plots:
+        from flagscale.bench.training.figures import write_figure
 
-        write(path, sessions, found)
+        write_figure(path, sessions, summaries)
 
 
-def guide_table(found: Sequence[Line]) -> Table:
-    """Seconds a step by model, setting and arm, the fastest arm of each row in bold."""
+def median_table(summaries: Sequence[ArmSummary]) -> Table:
+    """Return the median seconds per step by model, setting and arm, with the fastest arm of each
+    row in bold."""
     table = Table(title="seconds a step (median), lower is better", box=box.SIMPLE_HEAD)
-    arms = list(dict.fromkeys(line.arm for line in found))
+    arms = list(dict.fromkeys(summary.arm for summary in summaries))
     for heading in ("model", "setting"):
         table.add_column(heading)
     for arm in arms:
         table.add_column(arm, justify="right")
-    rows: dict[tuple[str, str], dict[str, Line]] = {}
-    for line in found:
-        rows.setdefault((line.model, line.setting), {})[line.arm] = line
-    shown = ""
-    for (model, setting), own in rows.items():
-        best = min(own.values(), key=lambda line: line.median)
+    rows: dict[tuple[str, str], dict[str, ArmSummary]] = {}
+    for summary in summaries:
+        rows.setdefault((summary.model, summary.setting), {})[summary.arm] = summary
+    previous = ""
+    for (model, setting), by_arm in rows.items():
+        best = min(by_arm.values(), key=lambda summary: summary.median)
         cells = [
-            Text(f"{own[arm].median:.4g}", style="bold" if own[arm] is best else "") for arm in arms
+            Text(f"{by_arm[arm].median:.4g}", style="bold" if by_arm[arm] is best else "")
+            for arm in arms
         ]
-        table.add_row(model if model != shown else "", setting, *cells)
-        shown = model
+        table.add_row(model if model != previous else "", setting, *cells)
+        previous = model
     return table
 
 
-def detail_table(found: Sequence[Line]) -> Table:
-    """Everything that is said of each arm, in numbers."""
+def detail_table(summaries: Sequence[ArmSummary]) -> Table:
+    """Return all numbers of each arm."""
     table = Table(title="a step's parts", box=box.SIMPLE_HEAD)
     for number, heading in enumerate(COLUMNS):
         table.add_column(heading, justify="left" if number < 3 else "right")
-    for line in found:
-        table.add_row(*cells(line))
+    for summary in summaries:
+        table.add_row(*format_row(summary))
     return table
 
 
-def notes(sessions: Sequence[SessionResult], found: Sequence[Line]) -> list[str]:
-    """What was proved of each session, and what the numbers do not carry."""
-    told = []
-    for title, some in by_model(sessions):
+def list_notes(sessions: Sequence[SessionResult], summaries: Sequence[ArmSummary]) -> list[str]:
+    """Return the findings of each session, and limits of the numbers."""
+    notes = []
+    for title, some in group_by_model(sessions):
         for session in some:
-            told += [f"{title}, {session.setting}: {text}" for text in findings(session)]
-    fewest = min(line.steps for line in found)
+            notes += [f"{title}, {session.setting}: {text}" for text in list_findings(session)]
+    fewest = min(summary.steps for summary in summaries)
     if fewest < FEW:
-        told.append(
+        notes.append(
             f"{fewest} steps an arm: a 99th percentile of fewer than {FEW} is little more than "
             "the slowest step"
         )
-    return told
+    return notes
 
 
-def as_json(
+def to_json_record(
     sessions: Sequence[SessionResult],
-    training: Training,
+    training: TrainingOptions,
     about: Mapping[str, Any],
-    found: Sequence[Line],
+    summaries: Sequence[ArmSummary],
 ) -> dict[str, Any]:
-    """The whole: how it was measured, what it says, and every step it says it from."""
-    told = [
-        {"model": s.model.name, "setting": s.setting, "findings": findings(s)} for s in sessions
+    """Return everything: conditions, summary, findings, and every step."""
+    findings = [
+        {"model": s.model.name, "setting": s.setting, "findings": list_findings(s)}
+        for s in sessions
     ]
     return {
         **about,
-        "training": plain(training),
-        "summary": plain(tuple(found)),
-        "findings": told,
-        "sessions": plain(tuple(sessions)),
+        "training": to_plain(training),
+        "summary": to_plain(tuple(summaries)),
+        "findings": findings,
+        "sessions": to_plain(tuple(sessions)),
     }
 
 
-def _cells(values: Sequence[float], steps: Steps) -> Sequence[float | str]:
-    """A column; an empty one where nobody tells."""
-    return values or [""] * len(steps.step)
-
-
-def as_csv(sessions: Sequence[SessionResult]) -> str:
-    """A line a step that counts."""
+def format_csv(sessions: Sequence[SessionResult]) -> str:
+    """Return one line per step that counts."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    head = ("model", "setting", "arm", "round", "step", "seconds", "compute", "exposed", "summing")
-    writer.writerow((*head, "loss"))
+    writer.writerow(
+        (
+            "model",
+            "setting",
+            "arm",
+            "round",
+            "step",
+            "seconds",
+            "compute",
+            "exposed",
+            "summing",
+            "loss",
+        )
+    )
     for session in sessions:
-        for one in session.arms:
-            steps = one.steps
-            told = (steps.compute, steps.exposed, steps.communication)
-            parts = (steps.round, steps.step, steps.seconds, *(_cells(one, steps) for one in told))
-            for row in zip(*parts, steps.loss, strict=True):
-                writer.writerow((session.model.name, session.setting, one.arm.name, *row))
+        for result in session.arms:
+            steps = result.steps
+            columns = (
+                steps.round,
+                steps.step,
+                steps.seconds,
+                _optional_column(steps.compute, steps),
+                _optional_column(steps.exposed, steps),
+                _optional_column(steps.communication, steps),
+                steps.loss,
+            )
+            for row in zip(*columns, strict=True):
+                writer.writerow((session.model.name, session.setting, result.arm.name, *row))
     return text.getvalue()
+
+
+def _optional_column(values: Sequence[float], steps: Steps) -> Sequence[float | str]:
+    """Return the values, or empty cells if they were not measured."""
+    return values or [""] * len(steps.step)

@@ -1,4 +1,4 @@
-"""One page with all that trials have found. It loads nothing."""
+"""HTML page with all results of the training benchmark. It loads no other file."""
 
 from __future__ import annotations
 
@@ -7,20 +7,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from flagscale.bench.training.plan import Training
+from flagscale.bench.statistics import percentile
+from flagscale.bench.training.losses import smooth
+from flagscale.bench.training.plan import TrainingOptions
 from flagscale.bench.training.results import ArmResult, SessionResult
-from flagscale.bench.training.statistics import smoothed
-from flagscale.bench.training.summary import COLUMNS, Line, by_model, cells, findings, sound
-from flagscale.files import plain
-from flagscale.report.frame import page
-from flagscale.report.html import Cell, Html, details, element, facts, join, section, table
-from flagscale.report.plot import COLOURS, Plot
+from flagscale.bench.training.summary import (
+    COLUMNS,
+    ArmSummary,
+    format_row,
+    group_by_model,
+    is_valid,
+    list_findings,
+)
+from flagscale.files import to_plain
+from flagscale.report.frame import render_page
+from flagscale.report.html import (
+    Cell,
+    Html,
+    definition_list,
+    details,
+    element,
+    join_parts,
+    section,
+    table,
+)
+from flagscale.report.plot import COLOURS, Plot, render_plot
 from flagscale.report.plot import Line as Curve
-from flagscale.report.plot import render as plotted
-from flagscale.sample_statistics import percentile
 
 _PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
-_HOW = """\
+_METHOD = """\
 Every arm has processes of its own; all start from the same weights, learn from the same data and
 take turns in an order that a seed draws. A step's time is that of its slowest rank. Exposed is the
 part of it in which the rank that waited least had nothing left to compute; compute is the rest;
@@ -30,19 +45,21 @@ same steps with and without traffic; intervals are 95 % by a bootstrap over roun
 
 def render(
     sessions: Sequence[SessionResult],
-    found: Sequence[Line],
-    training: Training,
+    summaries: Sequence[ArmSummary],
+    training: TrainingOptions,
     about: Mapping[str, Any],
 ) -> str:
-    """The whole page: a part a model, with its table, its curves, and what was proved."""
-    names = [title for title, _ in by_model(sessions)]
+    """Return the page: for each model its table, its curves, and the findings."""
+    names = [title for title, _ in group_by_model(sessions)]
     parts = []
-    for title, some in by_model(sessions):
-        own = [line for line in found if line.model == title]
-        plots = element("div", *map(plotted, _plots(some, own)), class_="plots")
-        numbers = table(COLUMNS[1:], [cells(line)[1:] for line in own], numbers=True)
-        parts.append(section(title, numbers, plots, *map(_session, some)))
-    first = facts(
+    for title, some in group_by_model(sessions):
+        of_model = [summary for summary in summaries if summary.model == title]
+        plots = element("div", *map(render_plot, _plots(some, of_model)), class_="plots")
+        numbers = table(
+            COLUMNS[1:], [format_row(summary)[1:] for summary in of_model], numbers=True
+        )
+        parts.append(section(title, numbers, plots, *map(_session_details, some)))
+    conditions = definition_list(
         {
             "command": about.get("command", ""),
             "date": about.get("date", ""),
@@ -50,67 +67,73 @@ def render(
             "machine": f"{about.get('processor', '')}, {about.get('cores', '')} cores",
         }
     )
-    measured = details(
+    method = details(
         "how it was measured",
-        element("p", _HOW),
-        element("pre", json.dumps({**about, "training": plain(training)}, indent=1)),
+        element("p", _METHOD),
+        element("pre", json.dumps({**about, "training": to_plain(training)}, indent=1)),
     )
-    return page(f"Training under traffic: {', '.join(names)}", first, *parts, measured)
+    return render_page(f"Training under traffic: {', '.join(names)}", conditions, *parts, method)
 
 
-def _session(session: SessionResult) -> Html:
-    told = element("ul", *(element("li", text) for text in findings(session)))
-    tables = join(_bytes(one) for one in session.arms if one.sent)
-    name = f"bytes, losses and replicas, setting {session.setting}"
-    return details(name, told, tables, opened=not sound(session))
+def _session_details(session: SessionResult) -> Html:
+    findings = element("ul", *(element("li", text) for text in list_findings(session)))
+    tables = join_parts(_byte_table(result) for result in session.arms if result.sent)
+    title = f"bytes, losses and replicas, setting {session.setting}"
+    return details(title, findings, tables, opened=not is_valid(session))
 
 
-def _bytes(one: ArmResult) -> Html:
-    """The table of bytes from rank to rank, in MiB."""
-    ranks = range(len(one.sent))
+def _byte_table(result: ArmResult) -> Html:
+    """Return the MiB from rank to rank."""
+    ranks = range(len(result.sent))
     rows = (
-        [Cell(f"from {a}", "key"), *(f"{one.sent[a][b] / 2**20:.2f}" for b in ranks)] for a in ranks
+        [Cell(f"from {a}", "key"), *(f"{result.sent[a][b] / 2**20:.2f}" for b in ranks)]
+        for a in ranks
     )
-    caption = f"{one.arm.name}: MiB from rank to rank, counted by {one.counted_by}"
+    caption = f"{result.arm.name}: MiB from rank to rank, counted by {result.counted_by}"
     return table(["", *(f"to {b}" for b in ranks)], rows, caption=caption, numbers=True)
 
 
-def _plots(sessions: Sequence[SessionResult], found: Sequence[Line]) -> Iterator[Plot]:
-    """Time by setting, then of each setting its distribution and the loss over time and steps."""
-    arms = list(dict.fromkeys(line.arm for line in found))
+def _plots(sessions: Sequence[SessionResult], summaries: Sequence[ArmSummary]) -> Iterator[Plot]:
+    """Yield the time by setting, then for each setting its distribution and the loss over time."""
+    arms = list(dict.fromkeys(summary.arm for summary in summaries))
     settings = [session.setting for session in sessions]
     if len(settings) > 1:
         yield Plot(
-            *("time a step by setting", "seconds, median"),
-            [_by_setting(found, arm, settings, number) for number, arm in enumerate(arms)],
+            "time a step by setting",
+            "seconds, median",
+            [_setting_curve(summaries, arm, settings, number) for number, arm in enumerate(arms)],
             axis="setting",
             x_ticks=[(float(place), name) for place, name in enumerate(settings)],
             x_range=(-0.2, len(settings) - 0.8),
         )
     for session in sessions:
         yield Plot(
-            *(f"time a step, {session.setting}", "seconds"),
-            [_distribution(one, number) for number, one in enumerate(session.arms)],
+            f"time a step, {session.setting}",
+            "seconds",
+            [_distribution_curve(result, number) for number, result in enumerate(session.arms)],
             axis="percentile",
         )
         yield Plot(
-            *(f"loss over time, {session.setting}", "smoothed"),
-            [_loss(one, number) for number, one in enumerate(session.arms)],
+            f"loss over time, {session.setting}",
+            "smoothed",
+            [_loss_curve(result, number) for number, result in enumerate(session.arms)],
             axis="seconds of training",
         )
 
 
-def _by_setting(found: Sequence[Line], arm: str, settings: Sequence[str], number: int) -> Curve:
-    own = {line.setting: line.median for line in found if line.arm == arm}
-    places = [place for place, name in enumerate(settings) if name in own]
-    return Curve(arm, places, [own[settings[place]] for place in places], number % COLOURS)
+def _setting_curve(
+    summaries: Sequence[ArmSummary], arm: str, settings: Sequence[str], number: int
+) -> Curve:
+    medians = {s.setting: s.median for s in summaries if s.arm == arm}
+    places = [place for place, name in enumerate(settings) if name in medians]
+    return Curve(arm, places, [medians[settings[place]] for place in places], number % COLOURS)
 
 
-def _distribution(one: ArmResult, number: int) -> Curve:
-    values = [percentile(one.steps.seconds, percent) for percent in _PERCENTILES]
-    return Curve(one.arm.name, _PERCENTILES, values, number % COLOURS)
+def _distribution_curve(result: ArmResult, number: int) -> Curve:
+    values = [percentile(result.steps.seconds, percent) for percent in _PERCENTILES]
+    return Curve(result.arm.name, _PERCENTILES, values, number % COLOURS)
 
 
-def _loss(one: ArmResult, number: int) -> Curve:
-    seconds = list(accumulate(one.steps.seconds))
-    return Curve(one.arm.name, seconds, smoothed(one.steps.loss), number % COLOURS)
+def _loss_curve(result: ArmResult, number: int) -> Curve:
+    seconds = list(accumulate(result.steps.seconds))
+    return Curve(result.arm.name, seconds, smooth(result.steps.loss), number % COLOURS)

@@ -1,4 +1,6 @@
-"""What trials amount to: the plan that ranks get, and that of one arm's process. No torch."""
+"""Plans of the training benchmark: of a session, for its ranks, and of one arm's process. Imports
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,70 +9,72 @@ from pathlib import Path
 
 from flagscale.bench.placement import Placement
 from flagscale.bench.training.arms import Arm
-from flagscale.bench.training.models.names import Choice
-from flagscale.bench.training.schedule import Block, blocks
+from flagscale.bench.training.models.names import ModelChoice
+from flagscale.bench.training.schedule import Block, schedule_blocks
 from flagscale.errors import ConfigError
-from flagscale.records import WRITTEN
+from flagscale.records import WRITTEN_BY_RANK
 
 
 @dataclass(frozen=True)
-class Training:
-    """How long and on what every arm trains."""
+class TrainingOptions:
+    """Amount and data of the training that every arm does."""
 
     steps: int = 100
     block: int = 10
     """Steps of a turn."""
     warmup: int = 5
     settle: int = 1
-    """The first steps of every turn, which are trained and do not count."""
+    """Steps at the start of every turn that are trained but do not count."""
     batch: int = 4
-    """Samples of a rank and step."""
+    """Samples per rank and step."""
     sequence: int | None = None
-    """Tokens of a sample; None: the model's size says it."""
+    """Tokens of a sample; None: the default of the model's size."""
     bucket_mb: float = 25.0
-    """Of DistributedDataParallel's gradient buckets, MiB."""
+    """Size of DistributedDataParallel's gradient buckets in MiB."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class SessionPlan:
-    """One model under one setting: what the ranks of a session do."""
+    """Plan of a session: one model under one setting of the network."""
 
-    model: Choice
+    model: ModelChoice
     setting: str
     arms: tuple[Arm, ...]
-    training: Training
+    training: TrainingOptions
     placement: Placement
     comm: tuple[str, ...] = ()
-    """Options of backends, as they were given."""
+    """Options of backends, as on the command line."""
     quiet: bool = False
-    result: Path = field(default=Path("result.json"), metadata=WRITTEN)
-    """Where rank 0 leaves a :class:`.SessionResult`."""
+    result: Path = field(default=Path("result.json"), metadata=WRITTEN_BY_RANK)
+    """File for rank 0's :class:`.SessionResult`."""
 
     def check(self, ranks: int) -> None:
-        """Refuse numbers of ranks that say nothing.
+        """Refuse a session of one rank.
 
         Raises:
-            ConfigError: there is one rank, which has nobody to sum with.
+            ConfigError: there is one rank, with no peer to reduce with.
         """
         if ranks < 2:
             raise ConfigError("-r 1: one rank has nobody to sum gradients with; expected 2 or more")
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """The turns of all arms."""
+        """ExperimentTrainer of all arms."""
         t = self.training
-        return blocks(len(self.arms), steps=t.steps, block=t.block, warmup=t.warmup, seed=t.seed)
+        return schedule_blocks(
+            len(self.arms), steps=t.steps, block=t.block, warmup=t.warmup, seed=t.seed
+        )
 
 
 @dataclass(frozen=True)
 class ArmPlan:
-    """What one process of one arm does."""
+    """Plan of one process of one arm."""
 
     arm: int
     of: SessionPlan
     address: str
-    """Of the store at which all processes of the session meet."""
+    """Address of the store that all processes of the session use."""
     port: int
     log: Path | None = None
-    """Where NCCL writes what it does."""
+    """File for NCCL's debug log."""

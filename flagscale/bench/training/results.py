@@ -1,4 +1,4 @@
-"""What trials leave: of each session, what every arm did in every step. Imports no torch."""
+"""Results of training sessions: every step of every arm. Stored as JSON. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from dataclasses import dataclass, field
 from flagscale.bench.training.arms import Arm
 
 NONE = "none"
-"""The setting without traffic."""
+"""Label of the setting without traffic."""
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What was trained: as it is typed, and as tables call it."""
+class TrainingSubject:
+    """The trained model, by its name on the command line and in tables."""
 
     name: str
     title: str
 
 
 @dataclass(frozen=True)
-class Probed:
-    """p99/p50 of the traffic's own probe, with its 95 % interval."""
+class TailRatio:
+    """Tail ratio p99/p50 of the traffic's probe, with its 95 % interval."""
 
     ratio: float
     low: float
     high: float
 
     def verdict(self, target: float, tolerance: float) -> str:
-        """Whether that is the tail that was meant, in words: a short look may leave it open."""
+        """Compare the ratio with a target, in words. A short measurement may leave the result
+        open."""
         low, high = target - tolerance, target + tolerance
         if low <= self.ratio <= high:
             return "as meant"
@@ -38,25 +39,28 @@ class Probed:
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps that count, one value each, in their order."""
+    """Measurements of the steps that count, one value per step in their order."""
 
     step: tuple[int, ...] = ()
     round: tuple[int, ...] = ()
     seconds: tuple[float, ...] = ()
-    """Of the whole step: of the slowest rank."""
+    """Duration of the whole step on the slowest rank."""
     exposed: tuple[float, ...] = ()
-    """Of these, waiting for gradients to be summed with nothing left to compute: of the rank that
-    waited least, for the others wait for that one's computing as well. Empty where nobody tells,
-    as of an experiment's own program."""
+    """Time in which nothing was left to compute while gradients were reduced, on the rank that
+    waited least: the others also wait for that rank's computation. Empty if not measured, as for an
+    experiment's own program.
+    """
     communication: tuple[float, ...] = ()
-    """During which gradients were under way, hidden behind the backward pass or not; of the rank
-    with least. Empty where the device does not tell."""
+    """Time in which gradients were being reduced, whether hidden behind the backward pass or not,
+    on the rank with the least. Empty if the device does not report it.
+    """
     loss: tuple[float | None, ...] = ()
-    """Before the step, the mean over ranks; None where it is no number."""
+    """Loss before the step, mean over ranks; None if it is no number."""
 
     @property
     def compute(self) -> list[float]:
-        """What is left of each step without the exposed communication; empty where that is."""
+        """Duration of each step without its exposed communication; empty if that is not
+        measured."""
         if not self.exposed:
             return []
         return [whole - part for whole, part in zip(self.seconds, self.exposed, strict=True)]
@@ -64,51 +68,52 @@ class Steps:
 
 @dataclass(frozen=True)
 class ArmResult:
-    """One arm in one session."""
+    """Result of one arm in one session."""
 
     arm: Arm
     version: str
-    """Of the backend."""
+    """Version of the backend."""
     steps: Steps
     settling: Steps
-    """Steps that do not count: the first of a turn."""
+    """Steps that do not count: the first of each turn."""
     parameters: int
     buckets: tuple[int, ...]
-    """Bytes of each gradient bucket."""
+    """Size of each gradient bucket in bytes."""
     replicas_equal: bool | None
-    """Whether all ranks have ended with the same bits; None where nobody has looked."""
+    """Whether all ranks ended with the same bits; None if not checked."""
     sent: tuple[tuple[int, ...], ...] = ()
-    """Bytes from rank to rank in the steps of counted rounds; empty where nothing counts them."""
+    """Bytes from rank to rank in the steps of counted rounds; empty if not counted."""
     datagrams: tuple[tuple[int, ...], ...] = ()
-    """How many of these by datagrams; empty where none."""
+    """Part of these bytes that was sent in datagrams; empty if none."""
     counted_by: str = ""
     algorithms: dict[str, int] = field(default_factory=dict)
-    """What the library's own log says it chose, and how often."""
+    """Algorithms that the library's log reports, with their counts."""
     last_algorithm: str = ""
-    """What the backend says of its last operation; empty where it does not tell."""
+    """Algorithm of the last operation as the backend reports it; empty if it does not."""
     tail: dict[str, float] = field(default_factory=dict)
-    """The statistics of bounded sums, added up over ranks."""
+    """Statistics of bounded all_reduces, summed over ranks."""
 
 
 @dataclass(frozen=True)
 class SessionResult:
-    """One model under one setting of the network."""
+    """Result of one model under one setting of the network."""
 
-    model: Trained
+    model: TrainingSubject
     setting: str
     ranks: int
     device: str
     hosts: tuple[str, ...]
-    """Of each rank."""
+    """Host of each rank."""
     arms: tuple[ArmResult, ...]
-    before: Probed | None = None
-    """What the traffic's probe found before the ranks began, where there was traffic."""
-    after: Probed | None = None
-    """And when they had ended."""
+    before: TailRatio | None = None
+    """Tail ratio before the ranks started, if there was traffic."""
+    after: TailRatio | None = None
+    """Tail ratio after they had ended."""
     target: float | None = None
-    """The p99/p50 that the traffic was calibrated for; None where it was not, or is elsewhere."""
+    """Tail ratio that the traffic was calibrated for; None if it was not, or is on another network.
+    """
     tolerance: float = 0.0
 
-    def arm(self, name: str) -> ArmResult | None:
-        """What the arm of this name did."""
-        return next((one for one in self.arms if one.arm.name == name), None)
+    def find_arm(self, name: str) -> ArmResult | None:
+        """Return the result of the arm with this name; None if there is none."""
+        return next((result for result in self.arms if result.arm.name == name), None)

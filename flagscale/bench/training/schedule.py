@@ -1,7 +1,7 @@
-"""In which order arms train: blocks of steps, every arm one a round, in an order that a seed draws.
+"""Order in which arms train: blocks of steps, one per arm and round, in an order drawn by a seed.
 
-Every arm trains the same steps in the same rounds, so that a step of one arm has its pair in every
-other, and what the machine does beside for a while hits all arms alike.
+Every arm trains the same steps in the same rounds. A step of one arm therefore has its pair in
+every other, and temporary load on the machine affects all arms alike.
 """
 
 from __future__ import annotations
@@ -12,40 +12,45 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Block:
-    """Some consecutive steps of one arm."""
+    """Consecutive steps of one arm: its turn in a round."""
 
     number: int
-    """Its turn, from 0."""
+    """Index of the turn over all arms, from 0."""
     arm: int
     round: int
-    """0: warming up, which does not count."""
+    """0: warm-up, which does not count."""
     first: int
-    """The first of its steps."""
+    """Index of its first step."""
     count: int
 
 
-def blocks(arms: int, *, steps: int, block: int, warmup: int, seed: int) -> tuple[Block, ...]:
-    """The turns of ``arms`` arms until each has trained ``steps`` steps behind ``warmup`` ones.
+def schedule_blocks(
+    arms: int, *, steps: int, block: int, warmup: int, seed: int
+) -> tuple[Block, ...]:
+    """Return the turns until each arm has trained ``warmup`` + ``steps`` steps.
 
     Args:
-        arms: how many there are.
-        steps: that count, of each arm.
-        block: steps of a turn; the last round has what is left.
-        warmup: steps of each arm before the first that counts, in one turn.
-        seed: of the orders within rounds.
+        arms: number of arms.
+        steps: steps of each arm that count.
+        block: steps of a turn; the last round has the remainder.
+        warmup: steps of each arm before the first that counts, trained in one turn.
+        seed: seed of the order within each round.
     """
     draw = random.Random(seed)
     rounds = [(warmup, 0)] if warmup else []
-    rounds += [(min(block, steps - done), warmup + done) for done in range(0, steps, block)]
-    found: list[Block] = []
+    rounds += [
+        (min(block, steps - trained), warmup + trained) for trained in range(0, steps, block)
+    ]
+    scheduled: list[Block] = []
     for number, (count, first) in enumerate(rounds, start=0 if warmup else 1):
         order = draw.sample(range(arms), arms)
-        found += [
-            Block(len(found) + place, arm, number, first, count) for place, arm in enumerate(order)
+        scheduled += [
+            Block(len(scheduled) + place, arm, number, first, count)
+            for place, arm in enumerate(order)
         ]
-    return tuple(found)
+    return tuple(scheduled)
 
 
-def shuffled(count: int, seed: int) -> list[int]:
-    """The order of ``count`` settings, by a seed."""
+def draw_order(count: int, seed: int) -> list[int]:
+    """Return the order of ``count`` settings, drawn by a seed."""
     return random.Random(f"settings {seed}").sample(range(count), count)

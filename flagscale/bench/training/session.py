@@ -1,117 +1,127 @@
-"""One rank of a session: it starts a process of every arm, each in its arm's environment, watches
-them, and rank 0 puts together what they tell."""
+"""Rank of a training session: starts one process per arm with the arm's environment and watches
+them. Rank 0 combines their reports.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import fmean
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from flagscale.accelerators.registry import chosen
+from flagscale.accelerators.registry import choose_accelerator
 from flagscale.bench import rendezvous
-from flagscale.bench.rank import Job
-from flagscale.bench.spawn import interruptible, rank_environment
-from flagscale.bench.training.arms import require
-from flagscale.bench.training.counting import added, between, matrix, seen
+from flagscale.bench.rank import rank_function
+from flagscale.bench.training.arms import require_supported
+from flagscale.bench.training.byte_counts import (
+    add_matrices,
+    covers_gradients,
+    matrix_from_connections,
+    matrix_from_counts,
+)
 from flagscale.bench.training.plan import ArmPlan, SessionPlan
-from flagscale.bench.training.results import ArmResult, SessionResult, Steps, Trained
+from flagscale.bench.training.results import ArmResult, SessionResult, Steps, TrainingSubject
 from flagscale.bench.training.worker import RankReport, report_key
-from flagscale.bench.world import RENDEZVOUS_VARIABLE, STARTER_VARIABLE, BenchWorld
+from flagscale.bench.world import (
+    RENDEZVOUS_VARIABLE,
+    STARTER_VARIABLE,
+    BenchWorld,
+    rank_environment,
+)
 from flagscale.errors import JobError
 from flagscale.files import write_atomic
-from flagscale.hosts.kernel import die_with
+from flagscale.hosts.connection import Closeable
+from flagscale.hosts.workers.children import ChildProcesses, unwind_on_signal
+from flagscale.hosts.workers.task import WorkerTask
 from flagscale.records import decode, encode
 
 _POLL_SECONDS = 0.05
-_END_SECONDS = 3.0
 _RUN = "flagscale.bench.training.worker:run_arm"
-_OTHERS = ("TORCHELASTIC_", RENDEZVOUS_VARIABLE, STARTER_VARIABLE)
-"""Variables that would lead a process of an arm elsewhere."""
+_LAUNCHER_VARIABLES = ("TORCHELASTIC_", RENDEZVOUS_VARIABLE, STARTER_VARIABLE)
+"""Variables with which a process of an arm would join another rendezvous."""
 
 
-@interruptible()
+@rank_function
+@unwind_on_signal()
 def run_rank(plan: SessionPlan, world: BenchWorld) -> int:
-    """Carry out a session as one of its ranks; the exit code.
+    """Run a session as one of its ranks, and return the exit code.
 
     Raises:
-        ConfigError: this host cannot have an arm.
+        ConfigError: this host does not support an arm.
         JobError: a process of an arm failed.
     """
-    require(plan.arms, chosen(plan.placement.device).name)
+    require_supported(plan.arms, choose_accelerator(plan.placement.device).name)
     place = plan.placement
     store = rendezvous.rendezvous(world, place.timeout, place.address, place.port)
     if not isinstance(store, TCPStore):
-        raise JobError(f"the ranks met at a {type(store).__name__}; trials need a TCPStore")
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flagscale-arms-")))
-        arms = _Arms(plan, world, store, directory)
-        stack.callback(arms.end)
+        raise JobError(f"the ranks met at a {type(store).__name__}; training needs a TCPStore")
+    with (
+        tempfile.TemporaryDirectory(prefix="flagscale-arms-") as directory,
+        ArmProcesses(plan, world, store, Path(directory)) as arms,
+    ):
         arms.wait_for_reports()
         if world.rank == 0:
-            result = _gathered(plan, world, store)
+            result = _collect_results(plan, world, store)
             write_atomic(plan.result, encode(result), durable=False)
             store.set("end", "1")
         arms.wait()
-    rendezvous.clean_up(world)
-    rendezvous.exit_store(store, world, place.timeout)
+    rendezvous.remove_files(world)
+    rendezvous.leave_store(store, world, place.timeout)
     return 0
 
 
-class _Arms:
-    """This rank's processes, one an arm."""
+class ArmProcesses(Closeable):
+    """This rank's processes, one per arm. A context manager: leaving it ends them."""
 
     def __init__(
         self, plan: SessionPlan, world: BenchWorld, store: TCPStore, directory: Path
     ) -> None:
-        self._plan, self._world, self._store = plan, world, store
-        self._processes = [self._start(arm, directory) for arm in range(len(plan.arms))]
+        self._plan = plan
+        self._world = world
+        self._store = store
+        self._children = ChildProcesses()
+        try:
+            for arm in range(len(plan.arms)):
+                self._start(arm, directory)
+        except BaseException:
+            self.close()
+            raise
         self._reports = [
             report_key(arm, rank) for arm in range(len(plan.arms)) for rank in range(world.size)
         ]
 
-    def _start(self, number: int, directory: Path) -> subprocess.Popen[bytes]:
+    def _start(self, number: int, directory: Path) -> None:
         arm, world = self._plan.arms[number], self._world
         log = directory / f"nccl_{number}" if arm.backend == "nccl" else None
-        plan = ArmPlan(number, self._plan, self._store.host, self._store.port, log)
-        own = rank_environment(world.rank, world.size, world.local_rank, world.local_size)
-        environment = {k: v for k, v in own.items() if not k.startswith(_OTHERS)}
+        task = WorkerTask.of(
+            _RUN, ArmPlan(number, self._plan, self._store.host, self._store.port, log)
+        )
+        variables = rank_environment(world.rank, world.size, world.local_rank, world.local_size)
+        environment = {k: v for k, v in variables.items() if not k.startswith(_LAUNCHER_VARIABLES)}
         environment |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         environment |= dict(arm.environment)
         environment |= {"NCCL_DEBUG_FILE": str(log)} if log is not None else {}
-        process = subprocess.Popen(
-            Job.of(_RUN, plan).command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            preexec_fn=die_with(os.getpid(), signal.SIGKILL),  # noqa: PLW1509 - no lock
-        )
-        assert process.stdin is not None
-        # One that is killed before it reads is told of by who waits for it.
-        with suppress(BrokenPipeError), process.stdin as stdin:
-            stdin.write(encode(Job.of(_RUN, plan)).encode())
-        return process
+        self._children.start(task.command, environment, stdin=task.to_stdin())
 
     def wait_for_reports(self) -> None:
-        """Until every process of all ranks has told what it measured.
+        """Wait until every process of all ranks has reported its measurements.
 
         Raises:
-            JobError: one of this rank's has failed.
+            JobError: a process of this rank has failed.
         """
-        while not self._all_told():
-            self._look()
-            if all(process.poll() is not None for process in self._processes):
+        while not self._all_reported():
+            self._check()
+            if None not in self._children.poll():
                 raise JobError(f"rank {self._world.rank}: its processes ended without a report")
             time.sleep(_POLL_SECONDS)
 
-    def _all_told(self) -> bool:
+    def _all_reported(self) -> bool:
         try:
             return bool(self._store.check(self._reports))
         except (dist.DistError, RuntimeError) as error:
@@ -119,103 +129,98 @@ class _Arms:
             raise JobError(text) from error
 
     def wait(self) -> None:
-        """Until all of this rank's processes have ended, well.
+        """Wait until all processes of this rank have ended.
 
         Raises:
             JobError: one has failed.
         """
-        while any(process.poll() is None for process in self._processes):
-            self._look()
+        while None in self._children.poll():
+            self._check()
             time.sleep(_POLL_SECONDS)
-        self._look()
+        self._check()
 
-    def _look(self) -> None:
-        for arm, process in zip(self._plan.arms, self._processes, strict=True):
-            if code := process.poll():
-                what = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    def close(self) -> None:
+        """End the processes that still run."""
+        self._children.close()
+
+    def _check(self) -> None:
+        for arm, code in zip(self._plan.arms, self._children.poll(), strict=True):
+            if code:
+                ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
                 raise JobError(
-                    f"arm {arm.name}, rank {self._world.rank}: its process failed: {what}"
+                    f"arm {arm.name}, rank {self._world.rank}: its process failed: {ending}"
                 )
 
-    def end(self) -> None:
-        """End what still runs: these are this process's own children."""
-        for process in self._processes:
-            if process.poll() is None:
-                process.terminate()
-        deadline = time.monotonic() + _END_SECONDS
-        for process in self._processes:
-            try:
-                process.wait(timeout=max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
-
-def _gathered(plan: SessionPlan, world: BenchWorld, store: Store) -> SessionResult:
-    found = []
+def _collect_results(plan: SessionPlan, world: BenchWorld, store: Store) -> SessionResult:
+    arm_reports = []
     for number in range(len(plan.arms)):
         texts = [store.get(report_key(number, rank)) for rank in range(world.size)]
-        found.append([decode(RankReport, text) for text in texts])
-    first = found[0]
+        arm_reports.append([decode(RankReport, text) for text in texts])
+    first = arm_reports[0]
     return SessionResult(
-        model=Trained(plan.model.name, plan.model.title),
+        model=TrainingSubject(plan.model.name, plan.model.title),
         setting=plan.setting,
         ranks=world.size,
         device=first[0].device,
         hosts=tuple(report.host for report in first),
-        arms=tuple(joined(plan, number, reports) for number, reports in enumerate(found)),
+        arms=tuple(
+            combine_reports(plan, number, reports) for number, reports in enumerate(arm_reports)
+        ),
     )
 
 
-def joined(plan: SessionPlan, arm: int, reports: Sequence[RankReport]) -> ArmResult:
-    """What an arm did, of what each of its ranks tells."""
+def combine_reports(plan: SessionPlan, arm: int, reports: Sequence[RankReport]) -> ArmResult:
+    """Combine the reports of an arm's ranks."""
     first = reports[0]
-    datagrams = between([report.datagrams for report in reports])
-    sent = added(between([report.to_ranks for report in reports]), datagrams)
-    own = any(map(any, sent))
-    if not own:
-        sent = matrix([report.connections for report in reports])
+    datagrams = matrix_from_counts([report.datagrams for report in reports])
+    sent = add_matrices(matrix_from_counts([report.to_ranks for report in reports]), datagrams)
+    counted_by_backend = any(map(any, sent))
+    if not counted_by_backend:
+        sent = matrix_from_connections([report.connections for report in reports])
     steps = sum(step.round > 0 for step in first.steps)
-    counted = seen(sent, sum(first.buckets) * steps)
+    is_counted = covers_gradients(sent, sum(first.buckets) * steps)
     backend = first.version.partition(" ")[0]
     return ArmResult(
         arm=plan.arms[arm],
         version=first.version,
-        steps=_steps(reports, counting=True),
-        settling=_steps(reports, counting=False),
+        steps=_combine_steps(reports, counting=True),
+        settling=_combine_steps(reports, counting=False),
         parameters=first.parameters,
         buckets=first.buckets,
         replicas_equal=len({report.digest for report in reports}) == 1,
-        sent=sent if counted else (),
-        datagrams=datagrams if counted and any(map(any, datagrams)) else (),
-        counted_by=(backend if own else "the kernel, by connection") if counted else "",
+        sent=sent if is_counted else (),
+        datagrams=datagrams if is_counted and any(map(any, datagrams)) else (),
+        counted_by=(backend if counted_by_backend else "the kernel, by connection")
+        if is_counted
+        else "",
         algorithms=first.algorithms,
         last_algorithm=first.last_algorithm,
-        tail=_total([report.tail for report in reports]),
+        tail=_sum_statistics([report.tail for report in reports]),
     )
 
 
-def _steps(reports: Sequence[RankReport], *, counting: bool) -> Steps:
-    """Of each step what counts of all ranks' measurements; see :class:`.Steps`."""
+def _combine_steps(reports: Sequence[RankReport], *, counting: bool) -> Steps:
+    """Combine all ranks' measurements of each step; see :class:`.Steps`."""
     rows = zip(*(report.steps for report in reports), strict=True)
     chosen = [row for row in rows if row[0].counts == counting]
-    summing = [[one.communication for one in row] for row in chosen]
-    known = [[x for x in row if x is not None] for row in summing]
+    communication = [[step.communication for step in row] for row in chosen]
+    measured = [[x for x in row if x is not None] for row in communication]
     return Steps(
         step=tuple(row[0].step for row in chosen),
         round=tuple(row[0].round for row in chosen),
-        seconds=tuple(max(one.seconds for one in row) for row in chosen),
-        exposed=tuple(min(one.exposed for one in row) for row in chosen),
-        communication=tuple(map(min, known)) if known == summing else (),
-        loss=tuple(_mean([one.loss for one in row]) for row in chosen),
+        seconds=tuple(max(step.seconds for step in row) for row in chosen),
+        exposed=tuple(min(step.exposed for step in row) for row in chosen),
+        communication=tuple(map(min, measured)) if measured == communication else (),
+        loss=tuple(_mean_loss([step.loss for step in row]) for row in chosen),
     )
 
 
-def _mean(losses: Sequence[float | None]) -> float | None:
-    known = [loss for loss in losses if loss is not None]
-    return fmean(known) if len(known) == len(losses) else None
+def _mean_loss(losses: Sequence[float | None]) -> float | None:
+    finite = [loss for loss in losses if loss is not None]
+    return fmean(finite) if len(finite) == len(losses) else None
 
 
-def _total(tails: Sequence[dict[str, float]]) -> dict[str, float]:
+def _sum_statistics(tails: Sequence[dict[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for tail in tails for name in tail)
     return {name: sum(tail.get(name, 0.0) for tail in tails) for name in names}

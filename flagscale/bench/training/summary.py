@@ -1,4 +1,4 @@
-"""The results of sessions in numbers that tables, pages and files share."""
+"""Results of sessions as numbers and findings, shared by tables, pages and files."""
 
 from __future__ import annotations
 
@@ -7,131 +7,133 @@ from dataclasses import dataclass
 from itertools import combinations, groupby
 from operator import attrgetter
 
+from flagscale.bench.bootstrap import percentile_ratio
+from flagscale.bench.statistics import Ratio, percentile
 from flagscale.bench.training.arms import Arm
-from flagscale.bench.training.results import NONE, ArmResult, Probed, SessionResult
-from flagscale.bench.training.statistics import (
-    RING,
-    Agreement,
-    agreement,
-    block_ratio,
+from flagscale.bench.training.byte_counts import RING, describe_matrix, matrix_difference
+from flagscale.bench.training.losses import (
+    LossAgreement,
     common_loss,
-    shape,
-    smoothed,
-    time_to,
-    unlike,
+    compare_losses,
+    smooth,
+    time_to_loss,
 )
-from flagscale.sample_statistics import Ratio, percentile
+from flagscale.bench.training.results import NONE, ArmResult, SessionResult, TailRatio
 
 FEW = 300
-"""Below so many steps a 99th percentile is little more than the slowest."""
+"""With fewer steps a 99th percentile is little more than the slowest step."""
 _SAME = 0.05
-"""Arms whose tables of bytes differ by less are not shown to be two."""
+"""Arms whose byte matrices differ by less are not proved different."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """One arm under one setting; times in seconds a step."""
+class ArmSummary:
+    """One arm under one setting; times in seconds per step. Stored in the JSON result."""
 
     model: str
     setting: str
     arm: str
     told: str
-    """What the arm is made of."""
+    """The arm's backend and variables."""
     steps: int
     median: float
     p99: float
     compute: float | None
-    """Median without exposed communication; None where it is not told, as of what follows."""
+    """Median without exposed communication; None if not measured, as for the following two."""
     exposed: float | None
     communication: float | None
     slowdown: Ratio | None
-    """Of the median against no traffic."""
+    """Ratio of the median to the median without traffic."""
     slowdown_p99: Ratio | None
     against: Ratio | None
-    """Of the median against the first arm of the same session."""
+    """Ratio of the median to that of the first arm of the session."""
     loss: float
-    """Smoothed, at the end."""
+    """Smoothed loss at the end."""
     to_loss: float | None
     """Seconds of training until the loss that all arms and settings reach."""
     replicas_equal: bool | None
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Whether two arms of a session are shown to be two; ``unlike`` is a share of bytes, of which
-    messages and datagrams count as two ways."""
+class ArmDifference:
+    """Evidence that two arms of a session communicate differently."""
 
-    one: str
-    other: str
-    unlike: float | None
-    """None where the bytes of one are not counted."""
-    shape: str = ""
-    """What both look like, where that is the same: rings may go round in either direction."""
+    first: str
+    second: str
+    share: float | None
+    """Share of bytes that go between other pairs of ranks, or by datagrams instead of messages;
+    None if the bytes of one arm are not counted."""
+    common_topology: str = ""
+    """Topology of both if it is the same: two rings may go round in opposite directions."""
 
     @property
-    def told(self) -> str:
-        """In a sentence."""
-        if self.unlike is None:
-            return f"{self.one} and {self.other}: bytes of one are not counted, nothing is shown"
-        share = f"{self.unlike:.0%} of bytes go between other pairs, or another way"
-        if self.shape:
-            return f"{self.one} and {self.other}: NOT shown to be different: both are {self.shape}"
-        verdict = "proved different" if self.unlike > _SAME else "NOT shown to be different"
-        return f"{self.one} and {self.other}: {verdict}: {share}"
+    def sentence(self) -> str:
+        """The finding in a sentence."""
+        pair = f"{self.first} and {self.second}"
+        if self.share is None:
+            return f"{pair}: bytes of one are not counted, nothing is shown"
+        if self.common_topology:
+            return f"{pair}: NOT shown to be different: both are {self.common_topology}"
+        verdict = "proved different" if self.share > _SAME else "NOT shown to be different"
+        return (
+            f"{pair}: {verdict}: {self.share:.0%} of bytes go between other pairs, or another way"
+        )
 
 
-def by_model(sessions: Sequence[SessionResult]) -> Iterator[tuple[str, list[SessionResult]]]:
-    """The sessions of each model, by what tables call it."""
+def group_by_model(sessions: Sequence[SessionResult]) -> Iterator[tuple[str, list[SessionResult]]]:
+    """Yield each model's title with its sessions."""
     for model, some in groupby(sessions, key=attrgetter("model")):
         yield model.title, list(some)
 
 
-def lines(sessions: Sequence[SessionResult]) -> list[Line]:
-    """Every arm under every setting, of the sessions of any models."""
-    return [line for _, some in by_model(sessions) for line in _of_model(some)]
+def summarize_arms(sessions: Sequence[SessionResult]) -> list[ArmSummary]:
+    """Return the summary of every arm under every setting, for sessions of any models."""
+    return [summary for _, some in group_by_model(sessions) for summary in _summarize_model(some)]
 
 
-def _of_model(sessions: Sequence[SessionResult]) -> Iterator[Line]:
+def _summarize_model(sessions: Sequence[SessionResult]) -> Iterator[ArmSummary]:
     curves = {
-        (session.setting, one.arm.name): smoothed(one.steps.loss)
+        (session.setting, result.arm.name): smooth(result.steps.loss)
         for session in sessions
-        for one in session.arms
+        for result in session.arms
     }
     target = common_loss(list(curves.values()))
-    quiet = next((session for session in sessions if session.setting == NONE), None)
+    without_traffic = next((session for session in sessions if session.setting == NONE), None)
     for session in sessions:
-        for one in session.arms:
-            control = quiet.arm(one.arm.name) if quiet not in (None, session) else None
-            curve = curves[session.setting, one.arm.name]
-            to_loss = None if target is None else time_to(target, curve, one.steps.seconds)
-            yield _line(session, one, control, curve[-1], to_loss)
+        for result in session.arms:
+            control = None
+            if without_traffic is not None and without_traffic is not session:
+                control = without_traffic.find_arm(result.arm.name)
+            curve = curves[session.setting, result.arm.name]
+            to_loss = None if target is None else time_to_loss(target, curve, result.steps.seconds)
+            yield _summarize_arm(session, result, control, curve[-1], to_loss)
 
 
-def _line(
+def _summarize_arm(
     session: SessionResult,
-    one: ArmResult,
+    result: ArmResult,
     control: ArmResult | None,
     loss: float,
     to_loss: float | None,
-) -> Line:
-    steps, first = one.steps, session.arms[0]
-    return Line(
+) -> ArmSummary:
+    steps, first = result.steps, session.arms[0]
+    return ArmSummary(
         model=session.model.title,
         setting=session.setting,
-        arm=one.arm.name,
-        told=one.arm.told,
+        arm=result.arm.name,
+        told=result.arm.description,
         steps=len(steps.seconds),
         median=percentile(steps.seconds, 50),
         p99=percentile(steps.seconds, 99),
         compute=_median(steps.compute),
         exposed=_median(steps.exposed),
         communication=_median(steps.communication),
-        slowdown=_ratio(one, control, 50) if control else None,
-        slowdown_p99=_ratio(one, control, 99) if control else None,
-        against=_ratio(one, first, 50) if one is not first else None,
+        slowdown=_time_ratio(result, control, 50) if control else None,
+        slowdown_p99=_time_ratio(result, control, 99) if control else None,
+        against=_time_ratio(result, first, 50) if result is not first else None,
         loss=loss,
         to_loss=to_loss,
-        replicas_equal=one.replicas_equal,
+        replicas_equal=result.replicas_equal,
     )
 
 
@@ -139,136 +141,158 @@ def _median(values: Sequence[float]) -> float | None:
     return percentile(values, 50) if values else None
 
 
-def _ratio(above: ArmResult, below: ArmResult, percent: float) -> Ratio:
-    return block_ratio(above.steps.seconds, below.steps.seconds, above.steps.round, percent)
-
-
-def interval(ratio: Ratio | None) -> str:
-    """``1.33 [1.21, 1.47]``; ``-`` where there is none."""
-    return "-" if ratio is None else f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+def _time_ratio(numerator: ArmResult, denominator: ArmResult, percent: float) -> Ratio:
+    return percentile_ratio(
+        numerator.steps.seconds, denominator.steps.seconds, numerator.steps.round, percent
+    )
 
 
 COLUMNS = (
-    *("model", "setting", "arm", "median s", "p99 s", "compute s", "exposed s", "summing s"),
-    *("slowdown [95 %]", "against the first arm", "loss", "s to a loss"),
+    "model",
+    "setting",
+    "arm",
+    "median s",
+    "p99 s",
+    "compute s",
+    "exposed s",
+    "summing s",
+    "slowdown [95 %]",
+    "against the first arm",
+    "loss",
+    "s to a loss",
 )
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
-def cells(line: Line) -> list[str]:
-    """A line of results for :data:`COLUMNS`."""
+def format_row(summary: ArmSummary) -> list[str]:
+    """Return the cells of a summary for :data:`COLUMNS`."""
     return [
-        *(line.model, line.setting, line.arm),
-        *map(_number, (line.median, line.p99, line.compute, line.exposed, line.communication)),
-        interval(line.slowdown),
-        interval(line.against),
-        f"{line.loss:.4g}",
-        "-" if line.to_loss is None else f"{line.to_loss:.3g}",
+        summary.model,
+        summary.setting,
+        summary.arm,
+        _format_number(summary.median),
+        _format_number(summary.p99),
+        _format_number(summary.compute),
+        _format_number(summary.exposed),
+        _format_number(summary.communication),
+        _format_ratio(summary.slowdown),
+        _format_ratio(summary.against),
+        f"{summary.loss:.4g}",
+        "-" if summary.to_loss is None else f"{summary.to_loss:.3g}",
     ]
 
 
-def pairs(session: SessionResult) -> list[Pair]:
-    """Whether each two arms of a session are shown to be two. NCCL's log counts as well."""
-    found = []
-    for one, other in combinations(session.arms, 2):
-        share, both = None, ""
-        if one.sent and other.sent:
-            share = unlike(_by_way(one), _by_way(other))
-            shapes = {shape(one.sent), shape(other.sent)}
-            alike = bool(one.datagrams) == bool(other.datagrams)
-            both = RING if shapes == {RING} and alike else ""
-        elif one.algorithms and other.algorithms:
-            names = sorted({*one.algorithms, *other.algorithms})
-            share = unlike(*([[arm.algorithms.get(n, 0) for n in names]] for arm in (one, other)))
-        found.append(Pair(one.arm.name, other.arm.name, share, both))
-    return found
+def _format_number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
-def _by_way(one: ArmResult) -> list[tuple[int, ...]]:
-    """An arm's table of bytes by messages, and below it that by datagrams."""
-    none = tuple(tuple(0 for _ in row) for row in one.sent)
-    datagrams = one.datagrams or none
-    rows = zip(one.sent, datagrams, strict=True)
+def _format_ratio(ratio: Ratio | None) -> str:
+    """Format a ratio such as ``1.33 [1.21, 1.47]``; None is ``-``."""
+    return "-" if ratio is None else f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+
+
+def compare_arms(session: SessionResult) -> list[ArmDifference]:
+    """Compare the communication of every two arms: by their bytes, else by NCCL's log."""
+    differences = []
+    for first, second in combinations(session.arms, 2):
+        share, topology = None, ""
+        if first.sent and second.sent:
+            share = matrix_difference(_split_by_transport(first), _split_by_transport(second))
+            topologies = {describe_matrix(first.sent), describe_matrix(second.sent)}
+            same_transport = bool(first.datagrams) == bool(second.datagrams)
+            topology = RING if topologies == {RING} and same_transport else ""
+        elif first.algorithms and second.algorithms:
+            names = sorted({*first.algorithms, *second.algorithms})
+            counts = ([[arm.algorithms.get(n, 0) for n in names]] for arm in (first, second))
+            share = matrix_difference(*counts)
+        differences.append(ArmDifference(first.arm.name, second.arm.name, share, topology))
+    return differences
+
+
+def _split_by_transport(result: ArmResult) -> list[tuple[int, ...]]:
+    """Return the byte matrix of an arm's messages with that of its datagrams below it."""
+    datagrams = result.datagrams or tuple(tuple(0 for _ in row) for row in result.sent)
+    rows = zip(result.sent, datagrams, strict=True)
     messages = [tuple(a - b for a, b in zip(*row, strict=True)) for row in rows]
     return [*messages, *datagrams]
 
 
-def sent(one: ArmResult) -> str:
-    """What an arm's table of bytes looks like, by whose count; and what a library's log says."""
-    words = []
-    if one.sent:
-        total = sum(map(sum, one.sent)) / 2**20
-        way = sum(map(sum, one.datagrams)) / 2**20
-        of_these = f", {way:.1f} of them by datagrams" if way else ""
-        told = f"{total:.1f} MiB in all{of_these}, counted by {one.counted_by}"
-        words.append(f"{shape(one.sent)}; {told}")
-    if one.algorithms:
-        chosen = ", ".join(f"{name} {count} times" for name, count in one.algorithms.items())
-        words.append(f"its log: {chosen}")
-    if one.last_algorithm:
-        words.append(f"its last algorithm: {one.last_algorithm}")
-    if one.tail:
-        told = ", ".join(f"{name} {value:g}" for name, value in one.tail.items())
-        words.append(f"its bounded sums: {told}")
-    return "; ".join(words) or "its bytes are not counted, neither by the kernel nor by itself"
+def describe_communication(result: ArmResult) -> str:
+    """Return an arm's topology and bytes with their source, and the algorithms of its log."""
+    parts = []
+    if result.sent:
+        total = sum(map(sum, result.sent)) / 2**20
+        in_datagrams = sum(map(sum, result.datagrams)) / 2**20
+        of_these = f", {in_datagrams:.1f} of them by datagrams" if in_datagrams else ""
+        amount = f"{total:.1f} MiB in all{of_these}, counted by {result.counted_by}"
+        parts.append(f"{describe_matrix(result.sent)}; {amount}")
+    if result.algorithms:
+        counts = ", ".join(f"{name} {count} times" for name, count in result.algorithms.items())
+        parts.append(f"its log: {counts}")
+    if result.last_algorithm:
+        parts.append(f"its last algorithm: {result.last_algorithm}")
+    if result.tail:
+        statistics = ", ".join(f"{name} {value:g}" for name, value in result.tail.items())
+        parts.append(f"its bounded sums: {statistics}")
+    return "; ".join(parts) or "its bytes are not counted, neither by the kernel nor by itself"
 
 
-def agreements(session: SessionResult) -> list[tuple[Arm, Arm, Agreement]]:
-    """How every arm's losses agree with those of the first exact one, which comes second."""
-    first = next((one for one in session.arms if one.arm.exact), None)
-    if first is None:
+def compare_arm_losses(session: SessionResult) -> list[tuple[Arm, Arm, LossAgreement]]:
+    """Compare every arm's losses with those of the first exact arm, which is the second entry."""
+    reference = next((result for result in session.arms if result.arm.exact), None)
+    if reference is None:
         return []
-    losses = _all_losses(first)
+    losses = _all_losses(reference)
     return [
-        (one.arm, first.arm, agreement(losses, _all_losses(one)))
-        for one in session.arms
-        if one is not first
+        (result.arm, reference.arm, compare_losses(losses, _all_losses(result)))
+        for result in session.arms
+        if result is not reference
     ]
 
 
-def _all_losses(one: ArmResult) -> list[float | None]:
-    """Of steps that count and do not, as they were trained."""
-    known = {
+def _all_losses(result: ArmResult) -> list[float | None]:
+    """Return the losses of all steps, whether they count or not, in their order."""
+    losses = {
         step: loss
-        for part in (one.steps, one.settling)
+        for part in (result.steps, result.settling)
         for step, loss in zip(part.step, part.loss, strict=True)
     }
-    return [known[step] for step in sorted(known)]
+    return [losses[step] for step in sorted(losses)]
 
 
-def findings(session: SessionResult) -> list[str]:
-    """What a session proves or fails to: arms, losses, replicas."""
-    told = [f"{one.arm.name} ({one.arm.told}): {sent(one)}" for one in session.arms]
-    told += [pair.told for pair in pairs(session)]
-    for arm, first, found in agreements(session):
-        verdict = "agree" if found.holds else ("do NOT agree" if arm.exact else "differ")
-        told.append(
-            f"losses of {arm.name} and {first.name} {verdict}: {found.early:.1e} at most in the "
-            f"first steps, {found.late:.2%} at the end, where chance makes {found.noise:.2%}"
+def list_findings(session: SessionResult) -> list[str]:
+    """Return sentences on the communication, losses, replicas and traffic of a session."""
+    findings = [
+        f"{result.arm.name} ({result.arm.description}): {describe_communication(result)}"
+        for result in session.arms
+    ]
+    findings += [difference.sentence for difference in compare_arms(session)]
+    for arm, reference, agreement in compare_arm_losses(session):
+        verdict = "agree" if agreement.holds else ("do NOT agree" if arm.exact else "differ")
+        findings.append(
+            f"losses of {arm.name} and {reference.name} {verdict}: {agreement.early:.1e} at most "
+            f"in the first steps, {agreement.late:.2%} at the end, where chance makes "
+            f"{agreement.noise:.2%}"
         )
-    for one in session.arms:
-        if one.replicas_equal is False:
-            told.append(f"{one.arm.name}: the ranks ended with UNLIKE replicas")
-    if all(one.replicas_equal for one in session.arms):
-        told.append("all ranks of every arm ended with the same bits")
+    for result in session.arms:
+        if result.replicas_equal is False:
+            findings.append(f"{result.arm.name}: the ranks ended with DIFFERENT replicas")
+    if all(result.replicas_equal for result in session.arms):
+        findings.append("all ranks of every arm ended with the same bits")
     if session.before is not None and session.after is not None:
-        meant = f"{session.target:g} ± {session.tolerance:g} was meant; " if session.target else ""
-        told.append(
-            f"the probe's p99/p50: {meant}{_probe(session, session.before)} before the ranks "
-            f"began, {_probe(session, session.after)} when they had ended"
+        target = f"{session.target:g} ± {session.tolerance:g} was meant; " if session.target else ""
+        findings.append(
+            f"the probe's p99/p50: {target}{_describe_tail(session, session.before)} before the "
+            f"ranks began, {_describe_tail(session, session.after)} when they had ended"
         )
-    return told
+    return findings
 
 
-def _probe(session: SessionResult, found: Probed) -> str:
-    verdict = f", {found.verdict(session.target, session.tolerance)}" if session.target else ""
-    return f"{found.ratio:.2f} [{found.low:.2f}, {found.high:.2f}]{verdict}"
+def _describe_tail(session: SessionResult, tail: TailRatio) -> str:
+    verdict = f", {tail.verdict(session.target, session.tolerance)}" if session.target else ""
+    return f"{tail.ratio:.2f} [{tail.low:.2f}, {tail.high:.2f}]{verdict}"
 
 
-def sound(session: SessionResult) -> bool:
-    """Whether nothing was found that makes a session's times worthless."""
-    agreed = all(found.holds for arm, _, found in agreements(session) if arm.exact)
-    return agreed and all(one.replicas_equal is not False for one in session.arms)
+def is_valid(session: SessionResult) -> bool:
+    """Return whether a session's times can be trusted: exact arms agree, and replicas are equal."""
+    agree = all(agreement.holds for arm, _, agreement in compare_arm_losses(session) if arm.exact)
+    return agree and all(result.replicas_equal is not False for result in session.arms)

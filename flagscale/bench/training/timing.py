@@ -1,9 +1,10 @@
-"""Compute and communication of a step apart, by a hook on DistributedDataParallel's buckets.
+"""Separation of computation and communication in a step, by a hook on DistributedDataParallel's
+buckets.
 
-The hook does what DDP does without one: it divides a bucket by the number of ranks and starts its
-sum. The last bucket is handed over when the last gradient is there; what is left of the backward
-pass from then on is waiting, and is called exposed. A backend that sums within the call makes the
-backward pass wait there, so that time counts as well.
+The hook does the same as DDP without one: it divides a bucket by the number of ranks and starts
+its all_reduce. The last bucket is passed to it when the last gradient is ready. From then on the
+backward pass only waits, and this time is called exposed. A backend that reduces within the call
+makes the backward pass wait there, so that this time counts as well.
 """
 
 # DDP reads the annotations of its hook, so they are no texts here.
@@ -22,31 +23,31 @@ from flagscale.accelerators.device import Device
 
 
 @dataclass
-class Clock:
-    """Of one rank: the marks of the step that is under way."""
+class StepClock:
+    """Clock of one rank for the current step."""
 
     device: Device
     group: ProcessGroup
     buckets: list[int] = field(default_factory=list)
-    """Bytes of each bucket, in the order they were summed in this step."""
-    _inside: float = 0.0
-    _left: float = 0.0
+    """Size of each bucket in bytes, in the order of their reduction in this step."""
+    _inside_seconds: float = 0.0
+    _last_return: float = 0.0
     _event: Any = None
     _spans: list[tuple[float, float]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> None:
-        """A step begins."""
+        """Start a step."""
         self.buckets.clear()
-        self._inside, self._event = 0.0, None
+        self._inside_seconds, self._event = 0.0, None
         with self._lock:
             self._spans.clear()
 
     def hook(self, _state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Sum a bucket. For ``register_comm_hook``."""
+        """Reduce a bucket; for ``register_comm_hook``."""
         begin = time.perf_counter()
         if not self.device.is_host:
-            self._event = self.device.event(timed=True)
+            self._event = self.device.create_event(timed=True)
             self._event.record()
         tensor = bucket.buffer()
         self.buckets.append(tensor.numel() * tensor.element_size())
@@ -55,58 +56,61 @@ class Clock:
         work = dist.all_reduce(tensor, group=self.group, async_op=True)
         assert work is not None
         future: torch.futures.Future[Tensor] = work.get_future().then(
-            lambda done: self._done(begin, done)
+            lambda done: self._on_reduced(begin, done)
         )
-        self._left = time.perf_counter()
-        self._inside += self._left - scaled
+        self._last_return = time.perf_counter()
+        self._inside_seconds += self._last_return - scaled
         return future
 
-    def _done(self, begin: float, future: Any) -> Tensor:
-        """A bucket has been summed; on a device only its work has been issued."""
+    def _on_reduced(self, begin: float, future: Any) -> Tensor:
+        """Called when a bucket has been reduced; on a device, when the work has been issued."""
         if self.device.is_host:
             with self._lock:
                 self._spans.append((begin, time.perf_counter()))
-        found = future.value()
-        summed: Tensor = found[0] if isinstance(found, list | tuple) else found
+        value = future.value()
+        summed: Tensor = value[0] if isinstance(value, list | tuple) else value
         return summed
 
-    def waited(self) -> "Wait":
-        """The backward pass has returned: how long it waited, which :attr:`Wait.seconds` tells
-        once the device has been awaited."""
+    def end_backward(self) -> "BackwardWait":
+        """Call when the backward pass has returned: returns its wait, whose :attr:`Wait.seconds` is
+        valid once the device has been synchronized.
+        """
         if self.device.is_host:
-            return Wait(self._inside + time.perf_counter() - self._left)
-        end = self.device.event(timed=True)
+            return BackwardWait(self._inside_seconds + time.perf_counter() - self._last_return)
+        end = self.device.create_event(timed=True)
         end.record()
-        return Wait(0.0, self._event, end)
+        return BackwardWait(0.0, self._event, end)
 
     def communication(self) -> float | None:
-        """Seconds of this step in which any bucket was under way; None where nothing tells."""
+        """Return the seconds of this step in which any bucket was being reduced; None if not
+        measured.
+        """
         if not self.device.is_host:
             return None
         with self._lock:
-            return covered(self._spans)
+            return union_length(self._spans)
 
 
 @dataclass(frozen=True)
-class Wait:
-    """How long a backward pass waited for sums."""
+class BackwardWait:
+    """Time that a backward pass waited for reductions."""
 
-    known: float
+    host_seconds: float
     begin: Any = None
     end: Any = None
 
     @property
     def seconds(self) -> float:
-        """Between the marks; with those of a device, only after it was awaited."""
+        """Time between the marks. Device marks require a synchronized device."""
         if self.begin is None:
-            return self.known
+            return self.host_seconds
         return float(self.begin.elapsed_time(self.end)) / 1e3
 
 
-def covered(spans: list[tuple[float, float]]) -> float:
-    """The length of what any of these spans covers."""
-    total, reached = 0.0, float("-inf")
+def union_length(spans: list[tuple[float, float]]) -> float:
+    """Return the length of the union of some intervals."""
+    total, covered_until = 0.0, float("-inf")
     for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
+        total += max(0.0, end - max(begin, covered_until))
+        covered_until = max(covered_until, end)
     return total

@@ -1,7 +1,7 @@
-"""A process of one arm: it trains its model in the arm's turns and tells what it measured.
+"""Worker process of one arm: trains its model in the arm's turns, and reports its measurements.
 
-Processes of all arms and ranks meet at one store. The schedule is the same for all, so the turns
-need no leader: whoever is the last to finish a turn calls the next.
+The processes of all arms and ranks share one store. All have the same schedule, so turns need no
+leader: the last rank to finish a turn starts the next.
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flagscale.accelerators.device import Device
 from flagscale.bench.collectives import devices
-from flagscale.bench.command_line import judge
-from flagscale.bench.training.counting import connections, grown, read_nccl
-from flagscale.bench.training.models.trainee import Trainee, make
+from flagscale.bench.options import parse_backend_options
+from flagscale.bench.rank import rank_function
+from flagscale.bench.training.byte_counts import connection_bytes, count_growth, read_nccl_log
+from flagscale.bench.training.models.builder import ModelUnderTest, build_model
 from flagscale.bench.training.plan import ArmPlan
 from flagscale.bench.training.schedule import Block
-from flagscale.bench.training.timing import Clock
+from flagscale.bench.training.timing import StepClock
 from flagscale.bench.world import BenchWorld
 from flagscale.comm import registry
 from flagscale.errors import JobError
 from flagscale.records import encode
 
 _FOREVER = timedelta(days=30)
-"""A turn of others ends when they are done, or when this process is ended because they failed."""
+"""Waiting for another arm's turn ends when that turn is done, or when this process is ended
+because the other arm has failed.
+"""
 
 
 @dataclass(frozen=True)
 class RankStep:
-    """One rank's measurement of a step, seconds."""
+    """One rank's measurement of a step, in seconds."""
 
     step: int
     round: int
@@ -54,7 +57,7 @@ class RankStep:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank of one arm tells at its end."""
+    """Report of one rank of one arm at its end."""
 
     host: str
     device: str
@@ -63,77 +66,83 @@ class RankReport:
     parameters: int
     buckets: tuple[int, ...]
     digest: str
-    """Of all parameters, as they ended."""
+    """Hash of all parameters at the end."""
     to_ranks: dict[str, int]
-    """Bytes sent to each rank by messages, by the backend's own count; empty where it has none."""
+    """Bytes sent to each rank in messages, as the backend counts them; empty if it does not."""
     datagrams: dict[str, int]
-    """And by datagrams."""
+    """Bytes sent to each rank in datagrams."""
     connections: dict[str, int]
-    """Bytes sent on each TCP connection, by the kernel's."""
+    """Bytes sent on each TCP connection, as the kernel counts them."""
     algorithms: dict[str, int]
     last_algorithm: str
     tail: dict[str, float]
 
 
 def report_key(arm: int, rank: int) -> str:
-    """Where a report lies in the store."""
+    """Return the store's key of a report."""
     return f"report/{arm}/{rank}"
 
 
+@rank_function
 def run_arm(plan: ArmPlan, world: BenchWorld) -> int:
-    """Train one arm as one of its ranks; the exit code.
+    """Train one arm as one of its ranks, and return the exit code.
 
     Raises:
-        JobError: a sum failed, or the others have ended.
+        JobError: an all_reduce failed, or other ranks have ended.
     """
     try:
-        return _run(plan, world)
+        return _train_arm(plan, world)
     except (dist.DistError, RuntimeError) as error:
-        # The text of a device's error or a lost connection; what follows is addresses.
+        # The first line names a device's error or a lost connection; the others are addresses.
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         name = plan.of.arms[plan.arm].name
         raise JobError(f"arm {name}, rank {world.rank}: {first}") from error
 
 
-def _run(plan: ArmPlan, world: BenchWorld) -> int:
+def _train_arm(plan: ArmPlan, world: BenchWorld) -> int:
     session = plan.of
     timeout = timedelta(seconds=session.placement.timeout)
     store = TCPStore(plan.address, plan.port, None, False, timeout, wait_for_workers=False)
-    worker = _join(plan, world, store)
-    blocks, own = session.blocks, plan.arm
+    trainer = _start_trainer(plan, world, store)
+    blocks, arm = session.blocks, plan.arm
     if store.add("ready", 1) == world.size * len(session.arms):
         store.set("turn/0", "1")
     store.wait(["turn/0"], timeout)
-    before: _Sent | None = None
-    for block in (block for block in blocks if block.arm == own):
+    before: _SentBytes | None = None
+    for block in (block for block in blocks if block.arm == arm):
         store.wait([f"turn/{block.number}"], _FOREVER)
         if block.round and before is None:
-            before = worker.sent()
-        worker.train(block)
+            before = trainer.sent_bytes()
+        trainer.train(block)
         if world.rank == 0 and not session.quiet:
-            print(f"# {worker.progress(block)}", flush=True)
+            print(f"# {trainer.format_progress(block)}", flush=True)
         if store.add(f"done/{block.number}", 1) == world.size:
             store.set(f"turn/{block.number + 1}", "1")
-    store.set(report_key(own, world.rank), encode(worker.report(plan, before or _Sent({}, {}, {}))))
-    # Nobody leaves while others may still be sending: rank 0 has to have all reports.
+    store.set(
+        report_key(arm, world.rank),
+        encode(trainer.make_report(plan, before or _SentBytes({}, {}, {}))),
+    )
+    # Other ranks may still be sending: stay until rank 0 has all reports.
     store.wait(["end"], _FOREVER)
     dist.destroy_process_group()
     return 0
 
 
-def _join(plan: ArmPlan, world: BenchWorld, store: TCPStore) -> _Worker:
+def _start_trainer(plan: ArmPlan, world: BenchWorld, store: TCPStore) -> _ArmTrainer:
     session, training = plan.of, plan.of.training
     arm, place = session.arms[plan.arm], session.placement
-    device = devices.choose(place.device, world.local_rank)
+    device = devices.select_rank_device(place.device, world.local_rank)
     if place.pin:
-        devices.pin(world.local_rank)
-    backend = registry.usable(arm.backend, device.kind, given_by=f"arm {arm.name}")
-    values = judge([one.backend for one in session.arms], session.comm)[arm.backend]
-    backend.export(values)
-    trainee = make(
+        devices.pin_to_cpu(world.local_rank)
+    backend = registry.get_usable_backend(arm.backend, device.kind, source=f"arm {arm.name}")
+    values = parse_backend_options(
+        [session_arm.backend for session_arm in session.arms], session.comm
+    )[arm.backend]
+    backend.export_options(values)
+    model = build_model(
         session.model, seed=training.seed, batch=training.batch, sequence=training.sequence
     )
-    with backend.creating():
+    with backend.creation_context():
         dist.init_process_group(
             backend.torch_backend(device.kind),
             store=PrefixStore(f"arm{plan.arm}", store),
@@ -143,41 +152,48 @@ def _join(plan: ArmPlan, world: BenchWorld, store: TCPStore) -> _Worker:
             **backend.init_options(device.torch_device, values),
         )
     version = f"{backend.name} {backend.version() or ''}".strip()
-    return _Worker(trainee, device, world, plan, version)
+    return _ArmTrainer(model, device, world, plan, version)
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """Bytes that this rank has sent until now, by both counts."""
+class _SentBytes:
+    """Bytes that this rank has sent so far, by all counts."""
 
     to_ranks: Mapping[str, int]
     datagrams: Mapping[str, int]
     connections: Mapping[str, int]
 
 
-class _Worker:
+class _ArmTrainer:
     """A model in training under one arm."""
 
     def __init__(
-        self, trainee: Trainee, device: Device, world: BenchWorld, plan: ArmPlan, version: str
+        self,
+        model_under_test: ModelUnderTest,
+        device: Device,
+        world: BenchWorld,
+        plan: ArmPlan,
+        version: str,
     ) -> None:
-        self._trainee, self._device, self._world = trainee, device, world
+        self._model_under_test, self._device, self._world = model_under_test, device, world
         self._training, self._version = plan.of.training, version
         self._name = plan.of.arms[plan.arm].name
-        trainee.module.to(device.torch_device)
+        model_under_test.module.to(device.torch_device)
         group = dist.group.WORLD
         assert group is not None
-        self._clock = Clock(device, group)
+        self._clock = StepClock(device, group)
         with warnings.catch_warnings():
-            # Statistics of batches stay a rank's own: to spread them would be traffic of no arm.
-            # torch 2.13 calls that argument old, and 2.11 has no other.
+            # Batch statistics stay local to a rank: their broadcast would be traffic of no arm.
+            # torch 2.13 deprecates this argument, and 2.11 has no other.
             warnings.simplefilter("ignore", FutureWarning)
             self._model = DistributedDataParallel(
-                trainee.module, broadcast_buffers=False, bucket_cap_mb=self._training.bucket_mb
+                model_under_test.module,
+                broadcast_buffers=False,
+                bucket_cap_mb=self._training.bucket_mb,
             )
         hook: Callable[..., Any] = self._clock.hook
         self._model.register_comm_hook(None, hook)
-        self._optimizer = trainee.optimizer()
+        self._optimizer = model_under_test.new_optimizer()
         self._backend: Any = group._get_backend(device.torch_device)
         self._steps: list[RankStep] = []
 
@@ -190,7 +206,7 @@ class _Worker:
     def _step(self, step: int, block: Block, *, counts: bool) -> None:
         batch = {
             name: tensor.to(self._device.torch_device)
-            for name, tensor in self._trainee.batch(
+            for name, tensor in self._model_under_test.batch(
                 self._training.seed, step, self._world.rank
             ).items()
         }
@@ -200,63 +216,70 @@ class _Worker:
         self._clock.start()
         loss: Tensor = self._model(**batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        wait = self._clock.waited()
+        wait = self._clock.end_backward()
         self._optimizer.step()
         self._device.synchronize()
         seconds, value = time.perf_counter() - begin, float(loss.detach())
         self._steps.append(
             RankStep(
-                *(step, block.round, counts, seconds),
+                step=step,
+                round=block.round,
+                counts=counts,
+                seconds=seconds,
                 exposed=min(wait.seconds, seconds),
                 communication=self._clock.communication(),
                 loss=value if math.isfinite(value) else None,
             )
         )
 
-    def progress(self, block: Block) -> str:
-        """A line on the turn that has just been trained."""
-        own = self._steps[-block.count :]
-        where = f"round {block.round}" if block.round else "warm-up"
-        spent = sum(one.seconds for one in own) / block.count
-        loss = own[-1].loss
-        told = "no number" if loss is None else f"{loss:.4g}"
-        return f"{where}: {self._name} {spent:.4g} s a step, loss {told}"
+    def format_progress(self, block: Block) -> str:
+        """Return a line on the turn that has just been trained."""
+        steps = self._steps[-block.count :]
+        turn = f"round {block.round}" if block.round else "warm-up"
+        mean_seconds = sum(step.seconds for step in steps) / block.count
+        loss = steps[-1].loss
+        loss_text = "no number" if loss is None else f"{loss:.4g}"
+        return f"{turn}: {self._name} {mean_seconds:.4g} s a step, loss {loss_text}"
 
-    def sent(self) -> _Sent:
-        """What this rank has sent so far."""
-        return _Sent(self._counted("traffic"), self._counted("datagrams"), connections())
+    def sent_bytes(self) -> _SentBytes:
+        """Return the bytes that this rank has sent so far."""
+        return _SentBytes(
+            self._count_by_rank("traffic"), self._count_by_rank("datagrams"), connection_bytes()
+        )
 
-    def _counted(self, name: str) -> dict[str, int]:
-        """Bytes by rank, of what the backend tells: how often and how much."""
+    def _count_by_rank(self, name: str) -> dict[str, int]:
+        """Return bytes by rank from one of the backend's counters, each with a number of sends
+        and bytes.
+        """
         count = getattr(self._backend, name, None)
-        told = dict(count()) if count is not None else {}
-        return {str(rank): int(sent[1]) for rank, sent in told.items()}
+        counts = dict(count()) if count is not None else {}
+        return {str(rank): int(count[1]) for rank, count in counts.items()}
 
-    def report(self, plan: ArmPlan, before: _Sent) -> RankReport:
-        """What this rank tells at the end."""
-        after = self.sent()
+    def make_report(self, plan: ArmPlan, before: _SentBytes) -> RankReport:
+        """Return this rank's report at the end."""
+        after = self.sent_bytes()
         tail = getattr(self._backend, "tail_statistics", None)
-        last = getattr(self._backend, "last_algorithm", None)
-        told = dict(tail()) if tail is not None and not plan.of.arms[plan.arm].exact else {}
+        last_algorithm = getattr(self._backend, "last_algorithm", None)
+        statistics = dict(tail()) if tail is not None and not plan.of.arms[plan.arm].exact else {}
         return RankReport(
             host=os.uname().nodename,
             device=self._device.name,
             version=self._version,
             steps=tuple(self._steps),
-            parameters=sum(p.numel() for p in self._trainee.module.parameters()),
+            parameters=sum(p.numel() for p in self._model_under_test.module.parameters()),
             buckets=tuple(self._clock.buckets),
             digest=self._digest(),
-            to_ranks=grown(before.to_ranks, after.to_ranks),
-            datagrams=grown(before.datagrams, after.datagrams),
-            connections=grown(before.connections, after.connections),
-            algorithms=read_nccl(plan.log) if plan.log is not None else {},
-            last_algorithm=str(last()) if last is not None else "",
-            tail={k: float(v) for k, v in told.items() if isinstance(v, int | float)},
+            to_ranks=count_growth(before.to_ranks, after.to_ranks),
+            datagrams=count_growth(before.datagrams, after.datagrams),
+            connections=count_growth(before.connections, after.connections),
+            algorithms=read_nccl_log(plan.log) if plan.log is not None else {},
+            last_algorithm=str(last_algorithm()) if last_algorithm is not None else "",
+            tail={k: float(v) for k, v in statistics.items() if isinstance(v, int | float)},
         )
 
     def _digest(self) -> str:
-        found = hashlib.sha256()
-        for parameter in self._trainee.module.parameters():
+        digest = hashlib.sha256()
+        for parameter in self._model_under_test.module.parameters():
             whole = parameter.detach().to("cpu").contiguous().view(torch.uint8)
-            found.update(whole.numpy().tobytes())
-        return found.hexdigest()
+            digest.update(whole.numpy().tobytes())
+        return digest.hexdigest()

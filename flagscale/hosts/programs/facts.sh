@@ -1,55 +1,55 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# What this host is like: cores, devices, the interface to the master, its clock, old runs; for a
-# preflight also where the run will write, what it needs, and what its Python is like.
-say clock "$EPOCHREALTIME"
-say boot_id "$boot"
+# Report facts of this host: cores, devices, the network interface to the master, the clock and runs
+# that are alive. For a preflight also the output paths, the required paths and the Python environment.
+report clock "$EPOCHREALTIME"
+report boot_id "$boot"
 
-# Files are read in one piece: bash takes as long for a line as for a whole file.
-all_of() { # $1: file; sets `all`
-    all=
-    { read -r -N 4194304 all <"$1"; } 2>/dev/null
+# Files are read with a single `read`: bash takes as long for a line as for a whole file.
+read_file() { # $1: file; sets `contents`
+    contents=
+    { read -r -N 4194304 contents <"$1"; } 2>/dev/null
 }
 cpus=0
-all_of /proc/self/status
-if [[ $all =~ Cpus_allowed_list:[[:space:]]*([0-9,-]+) ]]; then
+read_file /proc/self/status
+if [[ $contents =~ Cpus_allowed_list:[[:space:]]*([0-9,-]+) ]]; then
     for part in ${BASH_REMATCH[1]//,/ }; do ((cpus += ${part#*-} - ${part%-*} + 1)); done
 fi
-say cpus "$cpus"
+report cpus "$cpus"
 
 shopt -s nullglob
-look_for() { # $1: kind of chip; what its adapter knows sets these
+count_devices() { # $1: kind of chip; the script of its adapter sets `count` and `product`
     local count=0 product='' devices=() key value
-    eval "${looks[$1]}"
-    say "count_$1" "$count"
-    say "product_$1" "$product"
+    eval "${device_probes[$1]}"
+    report "count_$1" "$count"
+    report "product_$1" "$product"
 }
-for kind in "${!looks[@]}"; do look_for "$kind"; done
+for kind in "${!device_probes[@]}"; do count_devices "$kind"; done
 
-# The interface over which this host reaches the master, or is the master.
+# The interface over which this host reaches the master, or over which it is reached as the master.
 address=
 if [[ $master == *:* || $master =~ ^[0-9.]+$ ]]; then
     address=$master
 elif [[ -n $master ]]; then
-    # What stands in the table of hosts is found without a process.
-    all_of /etc/hosts
+    # Entries of /etc/hosts are found without starting a process.
+    read_file /etc/hosts
     name=${master//./\\.} line=$'(^|\n)[ \t]*([0-9a-fA-F.:]+)[ \t]([^#\n]*[ \t])?'
-    [[ $all =~ $line$name([[:space:]]|$) ]] && address=${BASH_REMATCH[2]}
+    [[ $contents =~ $line$name([[:space:]]|$) ]] && address=${BASH_REMATCH[2]}
     [[ -n $address ]] || read -r address _ < <(getent ahosts "$master")
 fi
 # A host often resolves its own name to a loopback address.
 if [[ $address == 127.* || $address == ::1 ]]; then
-    say loopback yes
+    report loopback yes
     read -r _ _ address _ <<<"${SSH_CONNECTION:-}"
 fi
 interface=
-# The kernel's table of routes, of IPv4: the longest prefix, and of those the smallest metric.
-route_to() { # $1: address; sets `interface`, to nothing where there is no route
+# Look an address up in the kernel's IPv4 routing table: longest prefix, then smallest metric.
+route_to() { # $1: address; sets `interface`, empty where there is no route
     local name to flags metric mask bytes target best=-1 cheapest=0
     IFS=. read -ra bytes <<<"$1"
-    # Byte by byte the other way round, as the kernel prints them.
+    # The kernel prints addresses in host byte order, least significant byte first.
     target=$((bytes[3] << 24 | bytes[2] << 16 | bytes[1] << 8 | bytes[0]))
     while read -r name to _ flags _ _ metric mask _; do
-        # Up, and no refusal.
+        # The route is up (RTF_UP) and not a reject route (RTF_REJECT).
         [[ $mask == [0-9A-F]* ]] && ((0x$flags & 1 && ! (0x$flags & 0x200))) || continue
         ((0x$to == (target & 0x$mask))) || continue
         mask=$((0x${mask:6:2}${mask:4:2}${mask:2:2}${mask:0:2}))
@@ -69,79 +69,79 @@ elif command -v ip >/dev/null; then
 else
     interface=$(python_program interface "$address")
 fi
-say address "$address"
-say interface "${interface%%@*}"
+report address "$address"
+report interface "${interface%%@*}"
 
 if [[ $port == any ]]; then
-    free_port "$agents_port" && say port "$free"
+    free_port "$agents_port" && report port "$free"
 elif [[ -n $port ]] && ! listening "$port"; then
-    say port "$port"
+    report port "$port"
 fi
-for wanted in "$port" "$agents_port"; do
-    [[ $wanted == [0-9]* ]] && listening "$wanted" || continue
-    # Whose it is can be seen of processes of the same user, and by root.
+for requested in "$port" "$agents_port"; do
+    [[ $requested == [0-9]* ]] && listening "$requested" || continue
+    # The process that holds the port is visible to the same user and to root.
     opened=$(find /proc/[0-9]*/fd -maxdepth 1 -lname "socket:\\[$inode\\]" 2>/dev/null)
     holder=
     if [[ $opened =~ ^/proc/([0-9]+)/ ]]; then
         read -r name <"/proc/${BASH_REMATCH[1]}/comm" && holder="process ${BASH_REMATCH[1]} ($name)"
     fi 2>/dev/null
-    say busy_port "$wanted"
-    say port_holder "${holder:-another process}"
+    report busy_port "$requested"
+    report port_holder "${holder:-another process}"
     break
 done
 
-# Processes of runs of this very directory carry where they report to.
-carrying "$mark"
+# Processes of runs in this log directory have their status directory in their environment.
+carrying "$status_dir_prefix"
 for pid in "${pids[@]}"; do
     while IFS= read -r -d '' entry; do
-        [[ $entry == "$id_variable"=* ]] && say alive "${entry#*=}"
+        [[ $entry == "$run_id_variable"=* ]] && report alive "${entry#*=}"
     done <"/proc/$pid/environ" 2>/dev/null
 done
 
-if [[ -n ${thorough-} ]]; then
-    [[ -e $project/flagscale/launcher/agent.py ]] && say project yes
-    absent=()
-    for number in "${!needed[@]}"; do
-        [[ -e ${needed[number]} ]] || absent+=("$number")
+if [[ -n ${preflight-} ]]; then
+    [[ -e $project/flagscale/launcher/agent.py ]] && report project yes
+    missing=()
+    for number in "${!required_paths[@]}"; do
+        [[ -e ${required_paths[number]} ]] || missing+=("$number")
     done
-    say absent "${absent[*]}"
-    # Where this run will write: the nearest directories that exist already.
-    nearest() { # $1: path; sets `directory`, and `reason` to why it can't be written
+    report missing "${missing[*]}"
+    # For paths that this run will write: the nearest directory that exists already.
+    nearest() { # $1: path; sets `directory`, and `problem` if it is not writable
         directory=$1
         while [[ ! -e $directory && ! -L $directory && $directory == /?* ]]; do
             directory=${directory%/*}
         done
         directory=${directory:-/}
-        reason=
-        [[ -w $directory && -x $directory ]] || reason=$not_writable
-        [[ -d $directory ]] || reason=$not_a_directory
+        problem=
+        [[ -w $directory && -x $directory ]] || problem=$not_writable
+        [[ -d $directory ]] || problem=$not_a_directory
     }
-    say_place() { # $1: what the names end with
-        say "existing$1" "$directory"
-        say "unfit$1" "$reason"
+    report_path_state() { # $1: suffix of the reported names
+        report "existing$1" "$directory"
+        report "problem$1" "$problem"
         read -r blocks size < <(stat -f -c '%a %S' -- "$directory" 2>/dev/null) &&
-            say "free$1" "$((blocks * size))"
+            report "free$1" "$((blocks * size))"
     }
-    say user "${USER:-${LOGNAME:-$EUID}}"
-    for place in "$exp_dir" "$log_root"; do
-        nearest "$place"
-        [[ -z $reason ]] || break
+    report user "${USER:-${LOGNAME:-$EUID}}"
+    for path in "$exp_dir" "$log_root"; do
+        nearest "$path"
+        [[ -z $problem ]] || break
     done
-    say_place ''
-    for number in "${!written[@]}"; do
-        nearest "${written[number]}"
-        say_place "_$number"
+    report_path_state ''
+    for number in "${!output_paths[@]}"; do
+        nearest "${output_paths[number]}"
+        report_path_state "_$number"
     done
-    # What it may start from.
+    # Checkpoints that this run may start from.
     entries=() checkpoints=()
-    [[ -z $load ]] || entries=("$load"/iter_*/)
+    [[ -z $load_dir ]] || entries=("$load_dir"/iter_*/)
     for entry in "${entries[@]}"; do
         entry=${entry%/}
         [[ ${entry##*/} =~ ^$checkpoint_name$ ]] && checkpoints+=("${entry##*/}")
     done
-    say checkpoints "${checkpoints[*]}"
-    if ((${#checkpoints[@]})) || [[ -n $load && -e $load/$tracker ]]; then
-        asked+=("${asked_of_checkpoints[@]}")
+    report checkpoints "${checkpoints[*]}"
+    if ((${#checkpoints[@]})) || [[ -n $load_dir && -e $load_dir/$tracker ]]; then
+        module_queries+=("${checkpoint_queries[@]}")
     fi
-    look_at_python
+    inspect_python
 fi

@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2034
-# Which ports of this host are free.
+# Find free TCP ports of this host.
 
-# Ports at which something listens on this host, of IPv4 and IPv6.
-listening() { # $1: port; sets `inode` to its socket's
+# A port is in use if anything listens on it, over IPv4 or IPv6.
+listening() { # $1: port; succeeds if it is in use, and sets `inode` to that of the socket
     local local_address state hex
     printf -v hex '%04X' "$1"
     while read -r _ local_address _ state _ _ _ _ _ inode _; do
@@ -10,9 +10,9 @@ listening() { # $1: port; sets `inode` to its socket's
     done < <(cat /proc/net/tcp /proc/net/tcp6 2>/dev/null)
     return 1
 }
-# A port at which ranks can meet, below the ports that the kernel gives to connections, so that none of
-# those takes it first. The agents meet at the port beside it, unless the user says where.
-free_port() { # $1: the agents' port, or nothing; sets `free`
+# Pick a rendezvous port for ranks. It lies below the kernel's ephemeral ports, so that no outgoing
+# connection takes it first. Agents use the next port, unless the user sets another one.
+free_port() { # $1: port of the agents, or nothing; sets `free`
     local low
     read -r low _ </proc/sys/net/ipv4/ip_local_port_range
     ((low > 21000)) || low=60999

@@ -1,25 +1,25 @@
 # shellcheck shell=bash disable=SC2034
-# What every program for a host begins with: how it answers, and how it reads processes.
+# Common head of every program that is sent to a host: reporting results and reading /proc.
 
-answers=()
-# Everything is said in one piece, since sshd and paramiko work for every piece.
-say() { answers+=("$1=$2"); }
-tell() { printf '%s\0' "${answers[@]}"; }
+results=()
+# Results are printed in one write at the end: sshd and paramiko have a cost per write.
+report() { results+=("$1=$2"); } # $1: name, $2: value
+print_results() { printf '%s\0' "${results[@]}"; }
 
 read -r boot </proc/sys/kernel/random/boot_id
 
-started_at() { # $1: pid; sets `ticks` and `parent`, to nothing if it is gone or a zombie
+started_at() { # $1: pid; sets `ticks` and `parent`, both empty if the process ended or is a zombie
     local stat='' fields
     ticks='' parent=''
-    # In one piece: the name of a program may hold a line end.
+    # Read the file as a whole: the name of a program may contain a newline.
     { IFS= read -r -d '' stat <"/proc/$1/stat"; } 2>/dev/null
     [[ -n $stat ]] || return
     read -ra fields <<<"${stat##*) }"
     [[ ${fields[0]} == [ZXx] ]] || ticks=${fields[19]} parent=${fields[1]}
 }
 
-# Bash reads these about as fast as grep would, and grep would be one more process on every host.
-carrying() { # $1: text; sets `pids` to the processes whose environment holds it
+# Bash reads these files about as fast as grep would, and grep would be one more process per host.
+carrying() { # $1: text; sets `pids` to the processes whose environment contains it
     local file environment LC_ALL=C
     pids=()
     for file in /proc/[0-9]*/environ; do
@@ -31,7 +31,7 @@ carrying() { # $1: text; sets `pids` to the processes whose environment holds it
     done
 }
 
-carries() { # $1: pid, $2: name=value; whether its environment has exactly this
+carries() { # $1: pid, $2: name=value; succeeds if its environment has exactly this entry
     local entry
     while IFS= read -rd '' entry; do
         [[ $entry == "$2" ]] && return

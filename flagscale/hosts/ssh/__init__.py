@@ -1,7 +1,7 @@
-"""SSH: the only place that knows paramiko, and that opens a connection.
+"""SSH connections. Only this package uses paramiko and opens network connections to hosts.
 
-:class:`.ssh_config.SshConfig` turns a host's name into an :class:`.ssh_config.SshTarget`;
-:class:`.dial.SshOpener` logs in to those of a command. What goes wrong on the way is a
-:class:`~flagscale.hosts.errors.HostError`: exit code 3, and a message that says which host, what,
-and what to do.
+:class:`.ssh_config.SshConfig` resolves a host's name to an :class:`.ssh_config.SshTarget`.
+:class:`.dial.SshConnectionFactory` logs in to the targets of a command. Every failure is a
+:class:`~flagscale.hosts.errors.HostError` (exit code 3), whose message contains the host, the
+cause, and a remedy.
 """

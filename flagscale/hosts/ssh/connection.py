@@ -1,8 +1,8 @@
-"""A connection to one host, and what can be done over it: a command, or a script.
+"""SSH connection to one host, which runs commands and scripts.
 
-Starting a session costs a host several processes, so a connection starts one with a bash for its
-scripts and keeps it. Each script runs in a subshell with nothing on its stdin; words that nobody
-can guess, on both output streams, say that it has ended.
+Starting a session costs a host several processes, so a connection starts a single session with a
+bash for its scripts and reuses it. Each script runs in a subshell with an empty stdin. Its end
+is marked on both output streams by random tokens that a script cannot predict.
 """
 
 from __future__ import annotations
@@ -15,48 +15,52 @@ from collections.abc import Sequence
 
 import paramiko
 
-from flagscale.hosts.executor import OnOutput, Result
+from flagscale.hosts.connection import CommandResult, OutputCallback
 from flagscale.hosts.ssh.exchange import (
-    MARK,
-    AfterMarker,
-    Exchange,
-    Link,
+    PRINT_MARKER,
+    CommandExchange,
+    MarkerFilter,
+    SshLink,
     close_channel,
     command_line,
 )
 from flagscale.hosts.ssh.ssh_config import SshTarget
 
-# Whole scripts are read, counted in bytes, before their first command runs: one that was cut off
-# on its way does not run. Nothing of them shows in a process table. One line: tcsh, which may be
-# the login shell, cannot quote a newline.
-_LOOP = (
-    f"{MARK} "
+# A whole script, counted in bytes, is read before its first command runs, so that a script that was
+# truncated in transit does not run. It is not visible in any process table. The loop is a single
+# line because the login shell may be tcsh, which cannot quote a newline.
+_SCRIPT_LOOP = (
+    f"{PRINT_MARKER} "
     'while read -r turn size && LC_ALL=C read -r -N "$size" script; do '
     '(eval "$script") </dev/null; '
     r"""printf '\002%s %d\003' "$turn" "$?"; printf '\002%s\003' "$turn" >&2; done"""
 )
 
-#: What the login shell is given. The login shell has read the user's start-up files already; a
-#: bash that sees that SSH started it would read them once more.
-LINE = shlex.join(["exec", "bash", "--norc", "-c", _LOOP, "flagscale"])
+#: Command line for the login shell, which has read the user's start-up files already. Without
+#: --norc bash would detect that SSH started it and read them again.
+LOGIN_SHELL_LINE = shlex.join(["exec", "bash", "--norc", "-c", _SCRIPT_LOOP, "flagscale"])
 
 
-def script_input(turn: str, script: str) -> bytes:
-    """A script as the loop on the host expects it."""
+def encode_script(token: str, script: str) -> bytes:
+    """Encode a script as input of the loop on the host."""
     if "\0" in script:
         raise ValueError("a script cannot contain NUL")
     data = (script or ":").encode("utf-8", "surrogateescape")
-    return f"{turn} {len(data)}\n".encode() + data
+    return f"{token} {len(data)}\n".encode() + data
 
 
-class Connection(Link):
-    """An authenticated connection. Made by a :class:`.dial.Dialer`; a context manager."""
+class SshConnection(SshLink):
+    """An authenticated connection, created by a :class:`.dial.Dialer`; a context manager."""
 
     def __init__(
-        self, target: SshTarget, transport: paramiko.Transport, sock: socket.socket, lost: float
+        self,
+        target: SshTarget,
+        transport: paramiko.Transport,
+        sock: socket.socket,
+        idle_limit: float,
     ) -> None:
-        super().__init__(target, transport, sock, lost)
-        # A shell that is at rest; whoever runs a script takes it away for as long as it runs.
+        super().__init__(target, transport, sock, idle_limit)
+        # Idle shells. A thread that runs a script removes its shell from the list meanwhile.
         self._shells: list[Shell] = []
 
     @property
@@ -69,33 +73,36 @@ class Connection(Link):
         *,
         stdin: bytes = b"",
         timeout: float | None = 60,
-        on_stdout: OnOutput | None = None,
-        on_stderr: OnOutput | None = None,
-    ) -> Result:
-        """Run a command and wait for its end, see :meth:`~flagscale.hosts.executor.Executor.run`.
-        ``argv`` reaches it as it is, whatever it contains.
+        on_stdout: OutputCallback | None = None,
+        on_stderr: OutputCallback | None = None,
+    ) -> CommandResult:
+        """Run a command and wait for its end, see
+        :meth:`~flagscale.hosts.connection.HostConnection.run`.
 
-        Raises a :class:`~.errors.HostError` where the command's end is not known: the connection
-        was lost, the time was over, the account's login shell did not start it.
+        ``argv`` reaches the command unchanged, whatever it contains. Raises a
+        :class:`~.errors.HostError` if the command's exit status is unknown: the connection was
+        lost, the timeout passed, or the account's login shell did not start the command.
         """
         line = command_line(argv)
         deadline = None if timeout is None else time.monotonic() + timeout
         channel = self._execute(line, timeout)
         try:
-            return Exchange(self, channel, deadline, on_stdout, on_stderr).run(stdin)
+            return CommandExchange(self, channel, deadline, on_stdout, on_stderr).run(stdin)
         finally:
             close_channel(channel)
 
-    def run_script(self, script: str, *, timeout: float | None = 60) -> Result:
-        """Run a bash script that travels on stdin: no file, no trace of it in a process table.
+    def run_script(self, script: str, *, timeout: float | None = 60) -> CommandResult:
+        """Run a bash script that is sent over stdin, without a file and invisible in any process
+        table.
 
-        The scripts of a connection run in one bash there, each in a subshell: what one sets, the
-        next does not see. A script that is cut off on its way does not run at all. Its own stdin
-        is empty. What it leaves behind may go on, its output from then on is lost. Otherwise as
-        :meth:`run`; raises :class:`ValueError` for a script that holds a NUL.
+        The scripts of a connection run in one bash, each in a subshell: variables that one sets
+        are not visible to the next. A script that is truncated in transit does not run at all.
+        Its own stdin is empty. Processes that it leaves behind may continue, but their later
+        output is lost. Otherwise as :meth:`run`; raises :class:`ValueError` for a script that
+        contains a NUL.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        shell = self._idle_shell() or Shell(self, self._execute(LINE, timeout))
+        shell = self._idle_shell() or Shell(self, self._execute(LOGIN_SHELL_LINE, timeout))
         try:
             result = shell.run(script, deadline)
         except BaseException:
@@ -105,19 +112,20 @@ class Connection(Link):
         return result
 
     def _idle_shell(self) -> Shell | None:
-        """A shell that waits for a script. List operations are atomic: threads may meet here."""
+        """Return an idle shell, or None. List operations are atomic, so threads need no lock
+        here."""
         while True:
             try:
                 shell = self._shells.pop()
             except IndexError:
                 return None
-            if shell.lives:
+            if shell.is_alive:
                 return shell
             shell.close()
 
     def _execute(self, line: str, timeout: float | None) -> paramiko.Channel:
-        """A channel on which the account's login shell was given a line."""
-        with self.answer_within(
+        """Open a channel and send a command line to the account's login shell."""
+        with self.limit_reply_time(
             min(timeout or self.idle_limit, self.idle_limit), "start a command"
         ):
             channel = self.transport.open_session(timeout=self.idle_limit)
@@ -126,70 +134,74 @@ class Connection(Link):
 
 
 class Shell:
-    """A bash at the other end of a channel. One thread at a time."""
+    """A bash at the other end of a channel. Not thread-safe."""
 
-    def __init__(self, connection: Link, channel: paramiko.Channel) -> None:
+    def __init__(self, connection: SshLink, channel: paramiko.Channel) -> None:
         self._connection = connection
         self._channel = channel
-        self._noise = (AfterMarker(), AfterMarker())
+        self._marker_filters = (MarkerFilter(), MarkerFilter())
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         return not (self._channel.closed or self._channel.eof_received)
 
     def close(self) -> None:
-        """End it. A script that still runs may go on running."""
+        """Close the channel. A script that is running may continue on the host."""
         close_channel(self._channel)
 
-    def run(self, script: str, deadline: float | None) -> Result:
-        """Run a script until its end; where that is not known, the shell is of no more use."""
-        return _Turn(self._connection, self._channel, deadline, self._noise).run_script(script)
+    def run(self, script: str, deadline: float | None) -> CommandResult:
+        """Run a script until its end. After an error the shell must not be used again."""
+        return _ScriptExchange(
+            self._connection, self._channel, deadline, self._marker_filters
+        ).run_script(script)
 
 
-class _Turn(Exchange):
-    """One script's input, output and end."""
+class _ScriptExchange(CommandExchange):
+    """Input, output and end of one script in a shell."""
 
     def __init__(
         self,
-        connection: Link,
+        connection: SshLink,
         channel: paramiko.Channel,
         deadline: float | None,
-        noise: tuple[AfterMarker, AfterMarker],
+        marker_filters: tuple[MarkerFilter, MarkerFilter],
     ) -> None:
         super().__init__(connection, channel, deadline)
-        self._out, self._err = noise
-        self._turn = secrets.token_hex(8)
-        self._out_end = _End(f"\2{self._turn} ")
-        self._err_end = _End(f"\2{self._turn}")
+        self._out, self._err = marker_filters
+        self._token = secrets.token_hex(8)
+        self._out_end = _EndToken(f"\2{self._token} ")
+        self._err_end = _EndToken(f"\2{self._token}")
 
-    def run_script(self, script: str) -> Result:
-        self._feed(script_input(self._turn, script), last=False)
-        self._collect()
+    def run_script(self, script: str) -> CommandResult:
+        self._start_sending(encode_script(self._token, script), last=False)
+        self._forward_output()
         out, err = self._out_end, self._err_end
-        if out.at < 0 or err.at < 0:
+        if out.position < 0 or err.position < 0:
             return self._result()  # the shell itself has ended
         status = int(self._stdout[out.after : self._stdout.index(b"\3", out.after)])
-        return Result(status, bytes(self._stdout[: out.at]), bytes(self._stderr[: err.at]))
+        return CommandResult(
+            status, bytes(self._stdout[: out.position]), bytes(self._stderr[: err.position])
+        )
 
-    def _over(self) -> bool:
-        ended = self._out_end.is_in(self._stdout) and self._err_end.is_in(self._stderr)
-        return ended or super()._over()
+    def _is_finished(self) -> bool:
+        ended = self._out_end.find_in(self._stdout) and self._err_end.find_in(self._stderr)
+        return ended or super()._is_finished()
 
 
-class _End:
-    """Looks for what ends a stream, in what has come since it last looked."""
+class _EndToken:
+    """Incremental search for the token that ends a script's output."""
 
     def __init__(self, text: str) -> None:
         self._text = text.encode()
-        self._looked = 0
-        self.at = -1
+        self._searched = 0
+        self.position = -1
 
     @property
     def after(self) -> int:
-        return self.at + len(self._text)
+        return self.position + len(self._text)
 
-    def is_in(self, stream: bytearray) -> bool:
-        if self.at < 0:
-            self.at = stream.find(self._text, self._looked)
-            self._looked = max(0, len(stream) - len(self._text))
-        return self.at >= 0 and b"\3" in stream[self.after :]
+    def find_in(self, stream: bytearray) -> bool:
+        if self.position < 0:
+            self.position = stream.find(self._text, self._searched)
+            self._searched = max(0, len(stream) - len(self._text))
+        return self.position >= 0 and b"\3" in stream[self.after :]

@@ -1,9 +1,9 @@
-"""Opening connections: the socket, the handshake, the host's key, our key.
+"""Opening of SSH connections: socket, handshake, host key, login.
 
-A :class:`Dialer` opens the connections of one action. It reads keys once, tries again where a
-burst of connections made sshd drop some, and keeps one connection to each jump host, through which
-all hosts behind it are reached. An :class:`SshOpener` keeps those to hosts, too, from one program
-to the next.
+A :class:`Dialer` opens the connections of one command. It reads keys once, retries if a burst of
+connections made sshd drop some, and keeps a single connection to each jump host, which all hosts
+behind it share. An :class:`SshConnectionFactory` also reuses the connections to hosts from one
+program to the next.
 """
 
 from __future__ import annotations
@@ -23,33 +23,38 @@ from typing import Any
 import paramiko
 
 from flagscale.hosts import errors
+from flagscale.hosts.connection import Closeable, Endpoint
 from flagscale.hosts.errors import HostError
-from flagscale.hosts.executor import Closing, Endpoint
 from flagscale.hosts.ssh import faults, known_hosts, proxy
-from flagscale.hosts.ssh.connection import Connection
+from flagscale.hosts.ssh.connection import SshConnection
 from flagscale.hosts.ssh.identities import Identities
 from flagscale.hosts.ssh.packets import OrderlyPacketizer
 from flagscale.hosts.ssh.ssh_config import SshConfig, SshTarget
 
-# paramiko reports on a channel of ours, so that its tracebacks do not reach a user's terminal.
+# paramiko logs to a channel of this project, so that its tracebacks do not reach a user's terminal.
 LOG_CHANNEL = "flagscale.transport.paramiko"
 logging.getLogger(LOG_CHANNEL).addHandler(logging.NullHandler())
 logging.getLogger(LOG_CHANNEL).propagate = False
 
 _RSA_SIGNATURES = ("rsa-sha2-512", "rsa-sha2-256")
-# What a ProxyCommand that ended looks like from here.
-_NO_GREETING = (errors.ConnectionDroppedError, errors.GreetingTimeoutError, errors.HandshakeError)
-_lock_known_hosts = threading.Lock()
+# Errors that a ProxyCommand that ended causes on this side.
+_PROXY_EXIT_ERRORS = (
+    errors.ConnectionDroppedError,
+    errors.GreetingTimeoutError,
+    errors.HandshakeError,
+)
+_known_hosts_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class DialOptions:
-    """Limits, in seconds, after which a host counts as unreachable.
+    """Timeouts in seconds after which a host counts as unreachable.
 
-    ``connect``: for the TCP connection; the user's ConnectTimeout wins. ``greeting``: for sshd's
-    greeting and the key exchange. ``login``: for the answer to a key. ``lost``: without any sign
-    of life on a connection in use. ``attempts``: connections tried where sshd drops them;
-    ``pause`` is the mean wait before the second, and doubles.
+    ``connect`` is for the TCP connection; the user's ConnectTimeout takes precedence.
+    ``greeting`` is for sshd's greeting and the key exchange, ``login`` for the reply to a key.
+    ``lost`` is the silence after which an established connection counts as lost. ``attempts`` is
+    the number of connections tried while sshd drops them; ``pause`` is the mean wait before the
+    second, and doubles.
     """
 
     connect: float = 10
@@ -60,7 +65,7 @@ class DialOptions:
     pause: float = 0.2
 
 
-class Dialer(Closing):
+class Dialer(Closeable):
     """Opens connections. Thread-safe; a context manager."""
 
     def __init__(self, options: DialOptions | None = None) -> None:
@@ -68,31 +73,32 @@ class Dialer(Closing):
         self._identities = Identities()
         self._stopped = threading.Event()
         self._lock = threading.Lock()
-        self._kept: dict[SshTarget, Connection] = {}
-        self._turns: dict[SshTarget, threading.Lock] = {}
-        self._open: set[socket.socket | Connection] = set()
+        self._shared: dict[SshTarget, SshConnection] = {}
+        self._target_locks: dict[SshTarget, threading.Lock] = {}
+        self._open: set[socket.socket | SshConnection] = set()
 
     def close(self) -> None:
-        """Close every connection that is open or being opened; whoever waits for one fails.
+        """Close every connection that is open or being opened, and make threads that wait for one
+        fail.
 
-        Where an interrupt cuts this short, another call closes the rest.
+        If an interrupt cuts this short, another call closes the remaining ones.
         """
         self._stopped.set()
         with self._lock:
-            doomed = tuple(self._open)
-            self._kept.clear()
-        for thing in doomed:
-            if isinstance(thing, Connection):
-                thing.close()
+            open_items = tuple(self._open)
+            self._shared.clear()
+        for item in open_items:
+            if isinstance(item, SshConnection):
+                item.close()
             else:
-                _shut(thing)
-            self._forget(thing)
+                _shut_down(item)
+            self._forget(item)
         self._identities.close()
 
-    def connect(self, target: SshTarget) -> Connection:
-        """Log in to a host, trying again where sshd drops connections.
+    def connect(self, target: SshTarget) -> SshConnection:
+        """Log in to a host, retrying while sshd drops connections.
 
-        Raises a :class:`~.errors.HostError` that says what is wrong.
+        Raises a :class:`~.errors.HostError` with the diagnosis.
         """
         for attempt in range(1, self.options.attempts + 1):
             try:
@@ -101,25 +107,26 @@ class Dialer(Closing):
                 last = attempt == self.options.attempts
                 if not error.retryable or last or self._stopped.is_set():
                     raise
-            # Full jitter: hosts of one burst come back at different times.
+            # Full jitter: hosts of one burst retry at different times.
             self._stopped.wait(random.uniform(0, 2 * self.options.pause * 2 ** (attempt - 1)))
         raise HostError(target.name, "no attempt to connect was allowed")
 
-    def kept(self, target: SshTarget) -> Connection:
-        """The one connection to a host that is kept, opened where there is none that stands. Raises
-        as :meth:`connect`."""
+    def shared_connection(self, target: SshTarget) -> SshConnection:
+        """Return the shared connection to a host, opening it if there is none that is alive. Raises
+        as :meth:`connect`.
+        """
         with self._lock:
-            turn = self._turns.setdefault(target, threading.Lock())
-        with turn:
-            found = self._kept.get(target)
-            if found is None or not found.alive:
-                found = self._kept[target] = self.connect(target)
-            return found
+            lock = self._target_locks.setdefault(target, threading.Lock())
+        with lock:
+            connection = self._shared.get(target)
+            if connection is None or not connection.alive:
+                connection = self._shared[target] = self.connect(target)
+            return connection
 
-    def _connect_once(self, target: SshTarget) -> Connection:
+    def _connect_once(self, target: SshTarget) -> SshConnection:
         if self._stopped.is_set():
             raise HostError(target.name, "the action was cancelled")
-        sock = self._wire(target)
+        sock = self._open_stream(target)
         transport: paramiko.Transport | None = None
         try:
             transport = self._handshake(sock, target)
@@ -127,12 +134,12 @@ class Dialer(Closing):
         except BaseException as error:
             if transport is not None:
                 transport.close()
-            _shut(sock)
+            _shut_down(sock)
             self._forget(sock)
-            if isinstance(error, _NO_GREETING) and isinstance(sock, proxy.ProxySocket):
-                raise sock.ended or error from error.__cause__
+            if isinstance(error, _PROXY_EXIT_ERRORS) and isinstance(sock, proxy.ProxySocket):
+                raise sock.exit_error or error from error.__cause__
             raise
-        connection = Connection(target, transport, sock, self.options.lost)
+        connection = SshConnection(target, transport, sock, self.options.lost)
         connection.on_close(lambda: self._forget(connection))
         with self._lock:
             self._open.discard(sock)
@@ -142,37 +149,37 @@ class Dialer(Closing):
         connection.close()
         raise HostError(target.name, "the action was cancelled")
 
-    def _forget(self, thing: socket.socket | Connection) -> None:
+    def _forget(self, item: socket.socket | SshConnection) -> None:
         with self._lock:
-            self._open.discard(thing)
+            self._open.discard(item)
 
     # -- the wire -----------------------------------------------------------------------------
 
-    def _wire(self, target: SshTarget) -> socket.socket:
-        """Something to speak SSH over; a channel of a jump host passes for a socket."""
+    def _open_stream(self, target: SshTarget) -> socket.socket:
+        """Open the byte stream for SSH. A channel of a jump host is used like a socket."""
         if target.via is not None:
-            return self._through(target, target.via)
+            return self._open_jump_channel(target, target.via)
         if target.proxy_command is not None:
-            sock = proxy.start(target, target.proxy_command)
+            sock = proxy.start_proxy(target, target.proxy_command)
             with self._lock:
                 self._open.add(sock)
             return sock
-        return self._socket(target)
+        return self._open_socket(target)
 
-    def _socket(self, target: SshTarget) -> socket.socket:
+    def _open_socket(self, target: SshTarget) -> socket.socket:
         limit = target.connect_timeout or self.options.connect
         try:
-            places = socket.getaddrinfo(target.address, target.port, type=socket.SOCK_STREAM)
+            addresses = socket.getaddrinfo(target.address, target.port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             failure = error if isinstance(error, OSError) else socket.gaierror(0, str(error))
-            raise faults.opening_failed(target, failure, limit) from error
+            raise faults.connect_error(target, failure, limit) from error
         failures: list[OSError] = []
-        for family, kind, protocol, _, address in places:
+        for family, kind, protocol, _, address in addresses:
             sock = socket.socket(family, kind, protocol)
             with self._lock:
                 self._open.add(sock)
             try:
-                _tune(sock, self.options.lost)
+                _set_socket_timeouts(sock, self.options.lost)
                 sock.settimeout(limit)
                 sock.connect(address)
                 return sock
@@ -180,10 +187,10 @@ class Dialer(Closing):
                 failures.append(error)
                 self._forget(sock)
                 sock.close()
-        raise faults.opening_failed(target, failures[0], limit) from failures[0]
+        raise faults.connect_error(target, failures[0], limit) from failures[0]
 
-    def _through(self, target: SshTarget, via: SshTarget) -> socket.socket:
-        jump = self.kept(via)
+    def _open_jump_channel(self, target: SshTarget, via: SshTarget) -> socket.socket:
+        jump = self.shared_connection(via)
         limit = target.connect_timeout or self.options.connect
         try:
             channel = jump.transport.open_channel(
@@ -194,83 +201,92 @@ class Dialer(Closing):
                 target.name, f"{via.name} cannot reach {target.endpoint} for us: {error.text}"
             ) from error
         except (paramiko.SSHException, EOFError, OSError) as error:
-            if jump.stands():
-                raise faults.opening_failed(target, TimeoutError(), limit) from error
-            raise faults.dropped(via) from error
+            if jump.survived_error():
+                raise faults.connect_error(target, TimeoutError(), limit) from error
+            raise faults.dropped_error(via) from error
         return channel  # type: ignore[return-value]
 
     # -- the handshake ------------------------------------------------------------------------
 
     def _handshake(self, sock: socket.socket, target: SshTarget) -> paramiko.Transport:
         limit, start = self.options.greeting, time.monotonic()
-        keys = known_hosts.lookup(target.known_hosts, target.known_as)
+        keys = known_hosts.lookup_keys(target.known_hosts, target.known_as)
         transport = paramiko.Transport(sock, packetizer_class=OrderlyPacketizer)
         try:
             transport.set_log_channel(LOG_CHANNEL)
             transport.banner_timeout = transport.handshake_timeout = limit
             transport.auth_timeout = self.options.login
-            _prefer(transport, known_hosts.known_kinds(keys))
+            _prefer_key_types(transport, known_hosts.list_trusted_kinds(keys))
             try:
                 transport.start_client(timeout=limit)
-                if not transport.initial_kex_done:  # the time is over: paramiko returns in silence
-                    raise faults.handshake_failed(target, None, limit, limit)
+                if not transport.initial_kex_done:  # timeout: paramiko returns without an error
+                    raise faults.handshake_error(target, None, limit, limit)
                 offered = transport.get_remote_server_key()
             except (paramiko.SSHException, EOFError, OSError) as error:
                 elapsed = time.monotonic() - start
-                raise faults.handshake_failed(target, error, elapsed, limit) from error
+                raise faults.handshake_error(target, error, elapsed, limit) from error
             kind, blob = offered.get_name(), offered.asbytes()
-            verdict, line = known_hosts.judge([*_revoked(target, kind, blob), *keys], kind, blob)
-            if verdict is known_hosts.Verdict.UNKNOWN and target.remember_new_keys and line is None:
-                _remember(target, kind, blob)
-            elif verdict is not known_hosts.Verdict.KNOWN:
-                raise faults.host_key_refused(target, verdict, kind, blob, line)
+            verdict, line = known_hosts.check_host_key(
+                [*_find_revoked_key(target, kind, blob), *keys], kind, blob
+            )
+            if (
+                verdict is known_hosts.HostKeyStatus.UNKNOWN
+                and target.remember_new_keys
+                and line is None
+            ):
+                _append_known_host(target, kind, blob)
+            elif verdict is not known_hosts.HostKeyStatus.KNOWN:
+                raise faults.host_key_error(target, verdict, kind, blob, line)
         except BaseException:
             transport.close()
             raise
         return transport
 
 
-class SshOpener(Closing):
-    """Reaches hosts by SSH; an :class:`~flagscale.hosts.executor.Opener`. A connection that broke
-    is opened again."""
+class SshConnectionFactory(Closeable):
+    """Factory of SSH connections; a :class:`~flagscale.hosts.connection.ConnectionFactory`. A
+    broken connection is opened again.
+    """
 
     def __init__(self, settings: Mapping[str, Any], options: DialOptions | None = None) -> None:
-        """``settings["config"]`` is an SSH configuration in place of the user's."""
-        given = settings.get("config")
-        self._config = SshConfig.load(Path(given) if given else None)
+        """``settings["config"]`` is the path of an SSH configuration that replaces the user's."""
+        config_path = settings.get("config")
+        self._config = SshConfig.load(Path(config_path) if config_path else None)
         self._dialer = Dialer(options)
 
-    def open(self, endpoint: Endpoint) -> Connection:
+    def open(self, endpoint: Endpoint) -> SshConnection:
         target = self._config.target(
             endpoint.name, user=endpoint.user, port=endpoint.port, proxy=endpoint.proxy
         )
-        return self._dialer.kept(target)
+        return self._dialer.shared_connection(target)
 
     def close(self) -> None:
         self._dialer.close()
 
 
-def _tune(sock: socket.socket, lost: float) -> None:
-    """Have the kernel end the connection when the other side is silent for ``lost`` seconds."""
+def _set_socket_timeouts(sock: socket.socket, idle_limit: float) -> None:
+    """Set the kernel's timeouts so that it ends the connection after ``lost`` seconds of
+    silence."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
-        "TCP_KEEPIDLE": max(1, int(lost / 3)),
-        "TCP_KEEPINTVL": max(1, int(lost / 3)),
+        "TCP_KEEPIDLE": max(1, int(idle_limit / 3)),
+        "TCP_KEEPINTVL": max(1, int(idle_limit / 3)),
         "TCP_KEEPCNT": 3,
-        "TCP_USER_TIMEOUT": int(lost * 1000),
+        "TCP_USER_TIMEOUT": int(idle_limit * 1000),
     }
     for name, value in options.items():
-        if hasattr(socket, name):  # not every system has every one
+        if hasattr(socket, name):  # not every system has every option
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _revoked(target: SshTarget, kind: str, blob: bytes) -> list[known_hosts.KnownKey]:
-    """The line by which the user's RevokedHostKeys names the key, if it does."""
+def _find_revoked_key(target: SshTarget, kind: str, blob: bytes) -> list[known_hosts.KnownKey]:
+    """Return the line of the user's RevokedHostKeys that names the key, as a list of at most
+    one."""
     if target.revoked_keys is None:
         return []
     try:
-        where = known_hosts.revoked(target.revoked_keys, blob)
+        where = known_hosts.find_revoked(target.revoked_keys, blob)
     except known_hosts.UnreadableError as error:
         what = f"no host is trusted while the list of revoked keys cannot be read: {error}"
         raise errors.HostKeyError(target.name, what) from error
@@ -280,23 +296,23 @@ def _revoked(target: SshTarget, kind: str, blob: bytes) -> list[known_hosts.Know
     return [known_hosts.KnownKey(kind, encoded, known_hosts.REVOKED, where)]
 
 
-def _prefer(transport: paramiko.Transport, kinds: list[str]) -> None:
-    """Ask for a key of a type that known_hosts has, where the server has several."""
+def _prefer_key_types(transport: paramiko.Transport, kinds: list[str]) -> None:
+    """Prefer key types that known_hosts has, in case the server has several keys."""
     security = transport.get_security_options()
-    wanted: list[str] = []
+    preferred: list[str] = []
     for kind in kinds:
-        wanted += _RSA_SIGNATURES if kind == "ssh-rsa" else (kind,)
-    able = tuple(security.key_types)
-    first = [kind for kind in wanted if kind in able]
-    security.key_types = (*first, *(kind for kind in able if kind not in first))
+        preferred += _RSA_SIGNATURES if kind == "ssh-rsa" else (kind,)
+    supported = tuple(security.key_types)
+    first = [kind for kind in preferred if kind in supported]
+    security.key_types = (*first, *(kind for kind in supported if kind not in first))
 
 
-def _remember(target: SshTarget, kind: str, blob: bytes) -> None:
-    """Write a new host's key down, where the user's configuration says so."""
+def _append_known_host(target: SshTarget, kind: str, blob: bytes) -> None:
+    """Append a new host's key to known_hosts, if the user's configuration allows it."""
     if not target.known_hosts:
         return
     path = target.known_hosts[0]
-    with _lock_known_hosts:
+    with _known_hosts_lock:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with path.open("a") as file:
@@ -306,8 +322,9 @@ def _remember(target: SshTarget, kind: str, blob: bytes) -> None:
             raise HostError(target.name, what) from error
 
 
-def _shut(sock: socket.socket) -> None:
-    """Wake whoever reads the socket or waits for it to connect, then close it."""
+def _shut_down(sock: socket.socket) -> None:
+    """Wake up threads that read from the socket or wait for it to connect, then close it."""
     with contextlib.suppress(OSError, AttributeError, TypeError, EOFError):
-        sock.shutdown(socket.SHUT_RDWR)  # fails where it is not connected, or no real socket
+        # fails if the socket is not connected, or is no real socket
+        sock.shutdown(socket.SHUT_RDWR)
     sock.close()

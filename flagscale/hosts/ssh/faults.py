@@ -1,4 +1,5 @@
-"""From what sockets and paramiko raise to errors that say what is wrong. Pure."""
+"""Conversion of socket and paramiko errors to :class:`HostError` with a diagnosis. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from paramiko.ssh_exception import IncompatiblePeer
 
 from flagscale.hosts import errors
 from flagscale.hosts.errors import HostError
-from flagscale.hosts.ssh.known_hosts import AUTHORITY, KnownKey, Verdict
+from flagscale.hosts.ssh.known_hosts import AUTHORITY, HostKeyStatus, KnownKey
 from flagscale.hosts.ssh.ssh_config import SSH_PORT, SshTarget
 
 _NO_ROUTE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 
 
-def opening_failed(target: SshTarget, error: OSError, seconds: float) -> HostError:
-    """Why no TCP connection came about."""
+def connect_error(target: SshTarget, error: OSError, seconds: float) -> HostError:
+    """Return the error for a TCP connection that could not be opened within ``seconds``."""
     if isinstance(error, socket.gaierror):
         return errors.NameResolutionError(
             target.name,
@@ -46,11 +47,11 @@ def opening_failed(target: SshTarget, error: OSError, seconds: float) -> HostErr
             "or the port is wrong",
         )
     if error.errno == errno.ECONNRESET:
-        return dropped(target)
+        return dropped_error(target)
     return HostError(target.name, f"cannot connect to {target.endpoint}: {error}")
 
 
-def dropped(target: SshTarget) -> HostError:
+def dropped_error(target: SshTarget) -> HostError:
     return errors.ConnectionDroppedError(
         target.name,
         f"{target.route} closed the connection during its greeting, again and again",
@@ -58,13 +59,13 @@ def dropped(target: SshTarget) -> HostError:
     )
 
 
-def handshake_failed(
+def handshake_error(
     target: SshTarget, error: BaseException | None, elapsed: float, limit: float
 ) -> HostError:
-    """Why a TCP connection did not become an SSH connection.
+    """Return the error for a TCP connection on which the SSH handshake failed.
 
-    ``elapsed`` and ``limit`` are seconds since it was opened and until we gave up: paramiko
-    raises the same error for a host that closes the connection and for one that says nothing.
+    ``elapsed`` are the seconds since the handshake began and ``limit`` is its timeout: paramiko
+    raises the same error for a host that closes the connection and for one that sends nothing.
     """
     text = str(error or "")
     if error is None or elapsed >= 0.9 * limit:
@@ -81,57 +82,62 @@ def handshake_failed(
             f"what listens on {target.route} is not an SSH server: {text}",
             hint="check the port",
         )
-    # The last one is what paramiko says of a connection that ended right after the key exchange.
-    ended = ("banner", "Negotiation failed", "No existing session")
-    if isinstance(error, (EOFError, OSError)) or any(words in text for words in ended):
-        return dropped(target)
+    # The last one is paramiko's message for a connection that ended right after the key exchange.
+    closed_messages = ("banner", "Negotiation failed", "No existing session")
+    if isinstance(error, (EOFError, OSError)) or any(words in text for words in closed_messages):
+        return dropped_error(target)
     return errors.HandshakeError(target.name, f"{target.route}: {text or type(error).__name__}")
 
 
-def fingerprint(blob: bytes) -> str:
-    """A key's fingerprint as ``ssh-keygen -l`` prints it."""
+def key_fingerprint(blob: bytes) -> str:
+    """Return a key's fingerprint in the format of ``ssh-keygen -l``."""
     digest = base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
     return f"SHA256:{digest}"
 
 
-def host_key_refused(
-    target: SshTarget, verdict: Verdict, kind: str, blob: bytes, line: KnownKey | None
+def host_key_error(
+    target: SshTarget, verdict: HostKeyStatus, kind: str, blob: bytes, line: KnownKey | None
 ) -> HostError:
-    """An unknown, changed or revoked host key, with the way to correct known_hosts."""
-    offered = f"{kind} {fingerprint(blob)}"
+    """Return the error for an unknown, changed or revoked host key, with the command that corrects
+    known_hosts.
+    """
+    offered = f"{kind} {key_fingerprint(blob)}"
     file = target.known_hosts[0] if target.known_hosts else Path.home() / ".ssh" / "known_hosts"
     where = line.where if line else ""
-    if verdict is Verdict.REVOKED:
+    if verdict is HostKeyStatus.REVOKED:
         return errors.RevokedHostKeyError(
             target.name,
             f"the host key of {target.route}, {offered}, is revoked by {where}: whoever answers "
             "with it may be anybody",
             hint="give the host a new key",
         )
-    if verdict is Verdict.CHANGED and line is not None:
-        known = fingerprint(base64.b64decode(line.blob))
+    if verdict is HostKeyStatus.CHANGED and line is not None:
+        known_fingerprint = key_fingerprint(base64.b64decode(line.blob))
+        add = _add_key_command(target, file, kind, blob)
         remove = shlex.join(["ssh-keygen", "-f", where.rpartition(":")[0], "-R", target.known_as])
         return errors.ChangedHostKeyError(
             target.name,
             f"the host key of {target.route} has changed: it offers {offered}, and {where} has "
-            f"{line.kind} {known}. The machine was reinstalled, or another one answers",
-            hint=f"if it was reinstalled, run: {remove}\n  then: {_add(target, file, kind, blob)}",
+            f"{line.kind} {known_fingerprint}. The machine was reinstalled, or another one answers",
+            hint=f"if it was reinstalled, run: {remove}\n  then: {add}",
         )
-    more = ""
+    details = ""
     if line is not None:
-        more = f"; only a key of type {line.kind} is known ({where})"
+        details = f"; only a key of type {line.kind} is known ({where})"
         if line.marker == AUTHORITY:
-            more = f"; {where} trusts a certificate authority, but certificates of hosts cannot be "
-            more += "checked here, only keys"
+            details = (
+                f"; {where} trusts a certificate authority, but certificates of hosts cannot be "
+            )
+            details += "checked here, only keys"
     return errors.UnknownHostKeyError(
         target.name,
-        f"the host key of {target.route}, {offered}, is not in {file}{more}",
-        hint=f"compare the fingerprint, then run: {_add(target, file, kind, blob)}",
+        f"the host key of {target.route}, {offered}, is not in {file}{details}",
+        hint=f"compare the fingerprint, then run: {_add_key_command(target, file, kind, blob)}",
     )
 
 
-def _add(target: SshTarget, file: Path, kind: str, blob: bytes) -> str:
-    """The command that makes this key known."""
+def _add_key_command(target: SshTarget, file: Path, kind: str, blob: bytes) -> str:
+    """Return the shell command that adds this key to known_hosts."""
     if target.via is None and target.proxy_command is None and target.host_key_alias is None:
         port = [] if target.port == SSH_PORT else ["-p", str(target.port)]
         kind_name = {"ssh-ed25519": "ed25519", "ssh-rsa": "rsa"}.get(kind, "ecdsa")

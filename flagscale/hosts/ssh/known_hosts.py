@@ -1,8 +1,8 @@
-"""known_hosts files: which host keys we trust.
+"""Parser of known_hosts files, and the decision whether a host key is trusted.
 
-Read by this module rather than by paramiko, whose reader knows neither patterns nor markers,
-drops lines it cannot parse in silence and builds a key object for every line: ten thousand lines
-are normal on a cluster's login node, and a launch needs a few of them.
+paramiko's parser is not used: it supports neither patterns nor markers, silently drops lines
+that it cannot parse, and builds a key object for every line. Ten thousand lines are normal on a
+cluster's login node, and a launch needs a few of them.
 
 Format: sshd(8), "SSH_KNOWN_HOSTS FILE FORMAT".
 """
@@ -27,7 +27,9 @@ _KRL_MAGIC = b"SSHKRL\n\0"
 
 @dataclass(frozen=True)
 class KnownKey:
-    """One line of a known_hosts file. ``kind`` is the key's type, such as ``ssh-ed25519``."""
+    """One line of a known_hosts file. ``kind`` is the key's type, such as ``ssh-ed25519``;
+    ``where`` is ``file:line``.
+    """
 
     kind: str
     blob: str
@@ -42,14 +44,15 @@ class KnownKey:
 
 
 class UnreadableError(Exception):
-    """A list of revoked keys that cannot be read: nobody can be trusted then."""
+    """A list of revoked keys cannot be read, so that no host can be trusted."""
 
 
-def revoked(path: Path, blob: bytes) -> str | None:
-    """Where the user's ``RevokedHostKeys`` names a key, as ``file:line``; None where it does not.
+def find_revoked(path: Path, blob: bytes) -> str | None:
+    """Return the line of the user's ``RevokedHostKeys`` that names a key, as ``file:line``; None if
+    no line does.
 
-    The file has a public key a line. Raises :class:`UnreadableError` for one that is not there or
-    is a binary list (KRL), of which OpenSSH alone knows the format.
+    The file has one public key per line. Raises :class:`UnreadableError` if it is missing or a
+    binary list (KRL), whose format only OpenSSH reads.
     """
     try:
         text = path.read_bytes()
@@ -57,16 +60,16 @@ def revoked(path: Path, blob: bytes) -> str | None:
         raise UnreadableError(f"{path}: {error.strerror}") from error
     if text.startswith(_KRL_MAGIC):
         raise UnreadableError(f"{path}: a binary list (KRL); give a text file with a key a line")
-    wanted = base64.b64encode(blob)
+    encoded_key = base64.b64encode(blob)
     for number, line in enumerate(text.splitlines(), 1):
-        if not line.lstrip().startswith(b"#") and wanted in line.split():
+        if not line.lstrip().startswith(b"#") and encoded_key in line.split():
             return f"{path}:{number}"
     return None
 
 
 @dataclass
 class KnownHostsFile:
-    """One file, indexed by how its lines name hosts."""
+    """Contents of one file, indexed by the form in which its lines name hosts."""
 
     plain: dict[str, list[KnownKey]] = field(default_factory=dict)
     hashed: list[tuple[bytes, bytes, KnownKey]] = field(default_factory=list)
@@ -86,29 +89,29 @@ class KnownHostsFile:
                 self.plain.setdefault(name, []).append(key)
 
     def keys_of(self, name: str) -> list[KnownKey]:
-        found = list(self.plain.get(name, ()))
+        keys = list(self.plain.get(name, ()))
         encoded = name.encode()
-        found += (
+        keys += (
             key
             for salt, digest, key in self.hashed
             if hmac.compare_digest(hmac.digest(salt, encoded, "sha1"), digest)
         )
-        found += (key for patterns, key in self.patterns if _matches(patterns, name))
-        return found
+        keys += (key for patterns, key in self.patterns if _matches_any(patterns, name))
+        return keys
 
 
-def _matches(patterns: Sequence[str], name: str) -> bool:
-    # Brackets are the port's, not a character class.
-    def hits(pattern: str) -> bool:
+def _matches_any(patterns: Sequence[str], name: str) -> bool:
+    # Brackets enclose a host before its port; they are no character class.
+    def matches_pattern(pattern: str) -> bool:
         return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
 
-    if any(hits(pattern[1:]) for pattern in patterns if pattern.startswith("!")):
+    if any(matches_pattern(pattern[1:]) for pattern in patterns if pattern.startswith("!")):
         return False
-    return any(hits(pattern) for pattern in patterns if not pattern.startswith("!"))
+    return any(matches_pattern(pattern) for pattern in patterns if not pattern.startswith("!"))
 
 
-def parse(text: str, path: str) -> KnownHostsFile:
-    """Read a known_hosts text. A line that is none is skipped, as OpenSSH does."""
+def parse_known_hosts(text: str, path: str) -> KnownHostsFile:
+    """Parse the text of a known_hosts file. Invalid lines are skipped, as OpenSSH does."""
     file = KnownHostsFile()
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
@@ -121,51 +124,57 @@ def parse(text: str, path: str) -> KnownHostsFile:
     return file
 
 
-def read(path: Path) -> KnownHostsFile:
-    """The file at ``path``, read again only after it changed; a file that is not there is empty."""
+def read_known_hosts(path: Path) -> KnownHostsFile:
+    """Return the contents of a file, which is read again only after it changed. A missing file is
+    empty.
+    """
     try:
         status = path.stat()
     except OSError:
         return KnownHostsFile()
-    return _read(path, status.st_mtime_ns, status.st_size)
+    return _read_cached(path, status.st_mtime_ns, status.st_size)
 
 
 @functools.lru_cache(maxsize=32)
-def _read(path: Path, _modified: int, _size: int) -> KnownHostsFile:
+def _read_cached(path: Path, _modified: int, _size: int) -> KnownHostsFile:
     try:
-        return parse(path.read_text(errors="replace"), str(path))
+        return parse_known_hosts(path.read_text(errors="replace"), str(path))
     except OSError:
         return KnownHostsFile()
 
 
-def lookup(paths: Iterable[Path], name: str) -> list[KnownKey]:
-    """All lines of these files about ``name`` (``host``, or ``[host]:port``)."""
-    return [key for path in paths for key in read(path).keys_of(name)]
+def lookup_keys(paths: Iterable[Path], name: str) -> list[KnownKey]:
+    """Return all lines of these files about ``name`` (``host``, or ``[host]:port``)."""
+    return [key for path in paths for key in read_known_hosts(path).keys_of(name)]
 
 
-class Verdict(Enum):
+class HostKeyStatus(Enum):
     KNOWN = "known"
     UNKNOWN = "unknown"
     CHANGED = "changed"
     REVOKED = "revoked"
 
 
-def judge(keys: Sequence[KnownKey], kind: str, blob: bytes) -> tuple[Verdict, KnownKey | None]:
-    """Compare a host's key with the lines about it; say which line decided."""
+def check_host_key(
+    keys: Sequence[KnownKey], kind: str, blob: bytes
+) -> tuple[HostKeyStatus, KnownKey | None]:
+    """Compare a host's key with the lines about the host. Return the verdict and the line that
+    decided it.
+    """
     for key in keys:
         if key.marker == REVOKED and key.matches(blob):
-            return Verdict.REVOKED, key
+            return HostKeyStatus.REVOKED, key
     trusted = [key for key in keys if key.marker is None]
     for key in trusted:
         if key.matches(blob):
-            return Verdict.KNOWN, key
+            return HostKeyStatus.KNOWN, key
     for key in trusted:
         if key.kind == kind:
-            return Verdict.CHANGED, key
-    others = trusted or [key for key in keys if key.marker == AUTHORITY]
-    return Verdict.UNKNOWN, others[0] if others else None
+            return HostKeyStatus.CHANGED, key
+    candidates = trusted or [key for key in keys if key.marker == AUTHORITY]
+    return HostKeyStatus.UNKNOWN, candidates[0] if candidates else None
 
 
-def known_kinds(keys: Sequence[KnownKey]) -> list[str]:
-    """The key types by which a host is known, so that it can be asked for a key of that type."""
+def list_trusted_kinds(keys: Sequence[KnownKey]) -> list[str]:
+    """Return the key types of trusted lines, to request a key of such a type from the host."""
     return list(dict.fromkeys(key.kind for key in keys if key.marker is None))

@@ -1,8 +1,8 @@
-"""The user's ProxyCommand, as a socket.
+"""The user's ProxyCommand as a socket.
 
-The command talks to one end of a socket pair and SSH to the other, so that its end, its silence
-and its closing look like a network connection's. (paramiko's own ProxyCommand reads from pipes
-and spins when the command has ended.)
+The command uses one end of a socket pair and SSH the other, so that its exit, silence and close
+look like those of a network connection. (paramiko's own ProxyCommand reads from pipes and spins
+after the command has ended.)
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from typing import IO
 from flagscale.hosts.errors import ProxyCommandError
 from flagscale.hosts.ssh.ssh_config import SshTarget
 
-# The command is a shell's; what replaces its tokens must mean nothing to one.
-_PLAIN = re.compile(r"[\w.:%+-]*")
+# A shell runs the command, so values of tokens must not contain special characters of a shell.
+_PLAIN_PATTERN = re.compile(r"[\w.:%+-]*")
 
 
 class ProxySocket(socket.socket):
-    """Our end of the pair, and the command at the other end."""
+    """This side's end of the pair, with the process at the other end. ``stderr_file`` is the
+    process's stderr."""
 
     target: SshTarget
     process: subprocess.Popen[bytes]
-    said: IO[bytes]
+    stderr_file: IO[bytes]
 
-    #: Why the command ended, where it did so before we closed the pair.
-    ended: ProxyCommandError | None = None
+    #: Error that describes the command's exit, if it ended before this side closed the pair.
+    exit_error: ProxyCommandError | None = None
 
     def close(self) -> None:
-        """Close the pair, and end a command that does not end by itself."""
-        if not self.said.closed and self.ended is None:
-            self.ended = self._why_ended()
+        """Close the pair, and end a command that does not exit by itself."""
+        if not self.stderr_file.closed and self.exit_error is None:
+            self.exit_error = self._describe_exit()
         super().close()
-        self.said.close()
+        self.stderr_file.close()
         for end in (self.process.terminate, self.process.kill):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout=0.5)
@@ -44,21 +45,22 @@ class ProxySocket(socket.socket):
             end()
         self.process.wait()
 
-    def _why_ended(self) -> ProxyCommandError | None:
+    def _describe_exit(self) -> ProxyCommandError | None:
         try:
             status = self.process.wait(timeout=0.2)
         except subprocess.TimeoutExpired:
             return None
-        self.said.seek(0)
-        words = self.said.read().decode(errors="replace").strip()[-500:]
+        self.stderr_file.seek(0)
+        stderr_text = self.stderr_file.read().decode(errors="replace").strip()[-500:]
         return ProxyCommandError(
             self.target.name,
-            f"its ProxyCommand ended with status {status}" + (f": {words}" if words else ""),
+            f"its ProxyCommand ended with status {status}"
+            + (f": {stderr_text}" if stderr_text else ""),
         )
 
 
-def expand(target: SshTarget, template: str) -> str:
-    """The command with its tokens replaced: %h, %p, %r, %n and %%."""
+def expand_tokens(target: SshTarget, template: str) -> str:
+    """Return the command with its tokens replaced: %h, %p, %r, %n and %%."""
     values = {
         "h": target.address,
         "p": str(target.port),
@@ -67,31 +69,33 @@ def expand(target: SshTarget, template: str) -> str:
         "%": "%",
     }
 
-    def value(token: re.Match[str]) -> str:
+    def replace_token(token: re.Match[str]) -> str:
         word = values.get(token[1])
         if word is None:
             raise ProxyCommandError(target.name, f"ProxyCommand has an unknown token {token[0]!r}")
-        if not _PLAIN.fullmatch(word):
+        if not _PLAIN_PATTERN.fullmatch(word):
             raise ProxyCommandError(target.name, f"{word!r} has no place in a ProxyCommand")
         return word
 
-    return re.sub(r"%(.?)", value, template)
+    return re.sub(r"%(.?)", replace_token, template)
 
 
-def start(target: SshTarget, template: str) -> ProxySocket:
-    """Start the command by which ``target`` is reached."""
-    command = expand(target, template)
-    ours, theirs = socket.socketpair()
-    with theirs:
-        sock = ProxySocket(ours.family, ours.type, ours.proto, fileno=ours.detach())
+def start_proxy(target: SshTarget, template: str) -> ProxySocket:
+    """Start the command that connects to ``target``."""
+    command = expand_tokens(target, template)
+    local_end, command_end = socket.socketpair()
+    with command_end:
+        sock = ProxySocket(
+            local_end.family, local_end.type, local_end.proto, fileno=local_end.detach()
+        )
         sock.target = target
-        sock.said = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the socket)
-        # Of its own session: a Ctrl-C is ours to handle.
+        sock.stderr_file = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the socket)
+        # In a session of its own, because this process handles Ctrl-C.
         sock.process = subprocess.Popen(
             ["sh", "-c", f"{command}"],
-            stdin=theirs.fileno(),
-            stdout=theirs.fileno(),
-            stderr=sock.said,
+            stdin=command_end.fileno(),
+            stdout=command_end.fileno(),
+            stderr=sock.stderr_file,
             start_new_session=True,
         )
     return sock

@@ -1,8 +1,8 @@
-"""The user's SSH configuration, turned into targets: where and how to log in.
+"""The user's SSH configuration, resolved to targets: address, user, keys and route of each host.
 
-paramiko parses and matches; this module adds ``Include``, file and line in errors, and the
-meaning of the options, and puts two conditions of ``Match`` right. Read once for all hosts of an
-action.
+paramiko parses and matches. This module adds ``Include``, file and line in errors, and the
+meaning of the options, and corrects two conditions of ``Match``. Files are read once for all
+hosts of a command.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ SSH_PORT = 22
 SYSTEM_CONFIG = Path("/etc/ssh/ssh_config")
 SYSTEM_KNOWN_HOSTS = "/etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2"
 USER_KNOWN_HOSTS = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
-USUAL_IDENTITIES = ("id_ed25519", "id_ecdsa", "id_rsa")
+DEFAULT_IDENTITIES = ("id_ed25519", "id_ecdsa", "id_rsa")
 
-DEEPEST_INCLUDE = 16
-MOST_JUMPS = 8
-#: Seconds a ``Match exec`` command may take.
-_PATIENCE = 30
+MAX_INCLUDE_DEPTH = 16
+MAX_JUMPS = 8
+#: Timeout of a ``Match exec`` command in seconds.
+_EXEC_TIMEOUT_SECONDS = 30
 
 _SETTING = re.compile(r"(\w+)(?:\s*=\s*|\s+)(.+)")
 
 
 @dataclass(frozen=True)
 class SshTarget:
-    """One host as SSH reaches it. Made by :meth:`.ssh_config.SshConfig.target`.
+    """Resolved SSH options of one host, created by :meth:`.ssh_config.SshConfig.target`.
 
-    ``name`` is what the user calls the host and what messages say. ``via`` is the last jump host
-    on the way, itself a target with a ``via`` of its own. ``identity_files`` are tried in order;
-    ``default_identities`` says that the user named none and these are the usual ones.
+    ``name`` is the host's name in the hostfile and in messages. ``via`` is the last jump host on
+    the route, itself a target with a ``via`` of its own. ``identity_files`` are tried in order.
+    If ``default_identities`` is True, the user configured none and these are the default files.
     """
 
     name: str
@@ -63,18 +63,18 @@ class SshTarget:
 
     @property
     def endpoint(self) -> str:
-        """The address, and the port where it is not the usual one, for messages."""
+        """Address, followed by the port if it is not the default one, for messages."""
         port = "" if self.port == SSH_PORT else f" port {self.port}"
         return f"{self.address}{port}"
 
     @property
     def route(self) -> str:
-        """``endpoint``, and the jump hosts on the way to it."""
+        """``endpoint``, followed by the jump hosts on the way to it, for messages."""
         return self.endpoint if self.via is None else f"{self.endpoint} through {self.via.name}"
 
     @property
     def known_as(self) -> str:
-        """The host's name in known_hosts files."""
+        """Name of the host in known_hosts files."""
         name = (self.host_key_alias or self.address).lower()
         if self.host_key_alias or self.port == SSH_PORT:
             return name
@@ -83,32 +83,31 @@ class SshTarget:
 
 @dataclass(frozen=True)
 class SshConfig:
-    """A parsed configuration. :meth:`target` looks a host up in it."""
+    """A parsed configuration. :meth:`target` resolves a host."""
 
-    _parsed: Parsed
+    _parsed: CorrectedSSHConfig
     source: str
 
     @classmethod
     def load(cls, path: Path | None = None) -> SshConfig:
-        """Read ``path`` alone, as ``ssh -F`` does, or the user's file and the system's.
+        """Read ``path`` alone, as ``ssh -F`` does, or the user's and the system's file.
 
-        Raises :class:`ConfigError` for a named file that is not there and for lines that cannot
-        be understood.
+        Raises :class:`ConfigError` if ``path`` does not exist or a line cannot be parsed.
         """
         if path is not None:
             if not path.is_file():
                 raise ConfigError(f"SSH configuration {path} does not exist")
-            return cls.from_lines(list(_lines(path, path.parent, 0)), str(path))
+            return cls.from_lines(list(_iter_lines(path, path.parent, 0)), str(path))
         user = Path.home() / ".ssh" / "config"
-        lines = list(_lines(user, user.parent, 0)) if user.is_file() else []
+        lines = list(_iter_lines(user, user.parent, 0)) if user.is_file() else []
         if SYSTEM_CONFIG.is_file():
-            lines += ["Host *", *_lines(SYSTEM_CONFIG, SYSTEM_CONFIG.parent, 0)]
+            lines += ["Host *", *_iter_lines(SYSTEM_CONFIG, SYSTEM_CONFIG.parent, 0)]
         return cls.from_lines(lines, str(user))
 
     @classmethod
     def from_lines(cls, lines: list[str], source: str) -> SshConfig:
         try:
-            return cls(Parsed.from_text("\n".join(lines)), source)
+            return cls(CorrectedSSHConfig.from_text("\n".join(lines)), source)
         except paramiko.ConfigParseError as error:
             raise ConfigError(f"SSH configuration {source}: {error}") from error
 
@@ -119,29 +118,32 @@ class SshConfig:
         user: str | None = None,
         port: int | None = None,
         proxy: str | None = None,
-        seen: tuple[str, ...] = (),
+        through: tuple[str, ...] = (),
     ) -> SshTarget:
-        """How to reach ``name``, a host or an alias. What is given here wins over the files.
+        """Resolve a host or an alias. Arguments take precedence over the files.
 
-        ``proxy`` is written as for ``ssh -J``: ``[user@]host[:port]``, several with commas in the
-        order they are passed through; ``none`` for a direct connection. ``seen``: the hosts that
-        are reached through this one.
+        ``proxy`` has the syntax of ``ssh -J``: ``[user@]host[:port]``, comma-separated in the
+        order in which they are passed through; ``none`` is a direct connection. ``through`` are the
+        hosts that are reached through this one. Raises :class:`ConfigError`.
         """
-        if name in seen or len(seen) > MOST_JUMPS:
-            raise self._wrong("ProxyJump", f"goes in a circle: {' -> '.join((*seen, name))}")
+        route = " -> ".join((*through, name))
+        if name in through:
+            raise self._option_error("ProxyJump", f"forms a loop: {route}")
+        if len(through) > MAX_JUMPS:
+            raise self._option_error("ProxyJump", f"takes more than {MAX_JUMPS} jumps: {route}")
         options = self._lookup(name)
         identities = options.get("identityfile")
         direct = SshTarget(
             name=name,
             address=options["hostname"],
             user=user or options.get("user") or getpass.getuser(),
-            port=port or self._number(options, "port", SSH_PORT),
+            port=port or self._parse_number(options, "port", SSH_PORT),
             host_key_alias=options.get("hostkeyalias"),
             known_hosts=_known_hosts(options),
             remember_new_keys=options.get("stricthostkeychecking", "ask").lower()
             in ("no", "off", "accept-new"),
             revoked_keys=_revoked_keys(options.get("revokedhostkeys")),
-            connect_timeout=self._number(options, "connecttimeout", 0) or None,
+            connect_timeout=self._parse_number(options, "connecttimeout", 0) or None,
             agent_socket=_agent_socket(options.get("identityagent")),
             identities_only=options.get("identitiesonly", "no").lower() == "yes",
             identity_files=_identity_files(identities),
@@ -149,32 +151,34 @@ class SshConfig:
         )
         jumps = proxy if proxy is not None else options.get("proxyjump")
         if jumps and jumps.lower() != "none":
-            return replace(direct, via=self._chain(jumps, direct, (*seen, name)))
+            return replace(direct, via=self._resolve_chain(jumps, direct, (*through, name)))
         command = None if proxy is not None else options.get("proxycommand")
         return replace(direct, proxy_command=command or None)
 
-    def _chain(self, jumps: str, last: SshTarget, seen: tuple[str, ...]) -> SshTarget | None:
+    def _resolve_chain(
+        self, jumps: str, last: SshTarget, through: tuple[str, ...]
+    ) -> SshTarget | None:
         via: SshTarget | None = None
         for index, jump in enumerate(jumps.split(",")):
-            user, host, port = self._jump(jump.strip())
-            # Only the first hop is reached by its own ProxyJump; the others through the chain.
+            user, host, port = self._parse_jump(jump.strip())
+            # Only the first hop uses its own ProxyJump; the others are reached through the chain.
             hop = None
             if host != last.name:
                 proxy = None if index == 0 else "none"
-                hop = self.target(host, user=user, port=port, proxy=proxy, seen=seen)
+                hop = self.target(host, user=user, port=port, proxy=proxy, through=through)
             if hop is None or (hop.address, hop.port) == (last.address, last.port):
-                # `Host *` with a ProxyJump covers the jump host too: it is reached directly.
+                # `Host *` with a ProxyJump also matches the jump host, which is reached directly.
                 return via
             via = hop if index == 0 else replace(hop, via=via)
         return via
 
-    def _jump(self, jump: str) -> tuple[str | None, str, int | None]:
+    def _parse_jump(self, jump: str) -> tuple[str | None, str, int | None]:
         user, _, endpoint = jump.removeprefix("ssh://").rpartition("@")
         bracketed = re.fullmatch(r"\[([^\]]+)\](?::(\d+))?", endpoint)
-        found = bracketed or re.fullmatch(r"([^:\s]+)(?::(\d+))?", endpoint)
-        if found is None:
-            raise self._wrong("ProxyJump", f"{jump!r} is not [user@]host[:port]")
-        return user or None, found[1], int(found[2]) if found[2] else None
+        match = bracketed or re.fullmatch(r"([^:\s]+)(?::(\d+))?", endpoint)
+        if match is None:
+            raise self._option_error("ProxyJump", f"{jump!r} is not [user@]host[:port]")
+        return user or None, match[1], int(match[2]) if match[2] else None
 
     def _lookup(self, name: str) -> Mapping[str, str]:
         try:
@@ -182,22 +186,22 @@ class SshConfig:
         except paramiko.SSHException as error:
             raise ConfigError(f"SSH configuration {self.source}: {error}") from error
 
-    def _number(self, options: Mapping[str, str], key: str, default: int) -> int:
+    def _parse_number(self, options: Mapping[str, str], key: str, default: int) -> int:
         text = options.get(key)
         if text is None or text.lower() == "none":
             return default
         if not text.isdigit():
-            raise self._wrong(key, f"expected a number, found {text!r}")
+            raise self._option_error(key, f"expected a number, found {text!r}")
         return int(text)
 
-    def _wrong(self, key: str, message: str) -> ConfigError:
+    def _option_error(self, key: str, message: str) -> ConfigError:
         return ConfigError(Problem(key=key, message=message, where=self.source))
 
 
-def _lines(path: Path, base: Path, depth: int) -> Iterator[str]:
-    """The file's lines with those of the files it includes in their place."""
-    if depth > DEEPEST_INCLUDE:
-        raise ConfigError(f"SSH configuration {path}: Include goes deeper than {DEEPEST_INCLUDE}")
+def _iter_lines(path: Path, base: Path, depth: int) -> Iterator[str]:
+    """Yield the lines of a file, with each Include replaced by the lines of its files."""
+    if depth > MAX_INCLUDE_DEPTH:
+        raise ConfigError(f"SSH configuration {path}: Include goes deeper than {MAX_INCLUDE_DEPTH}")
     try:
         text = path.read_text(errors="surrogateescape")
     except OSError as error:
@@ -214,11 +218,12 @@ def _lines(path: Path, base: Path, depth: int) -> Iterator[str]:
         keyword = setting[1].lower()
         if keyword == "include":
             for pattern in setting[2].split():
-                # Path.glob takes no absolute patterns.
-                wanted = base / Path(pattern.strip('"')).expanduser()
-                for found in sorted(glob.glob(str(wanted))):  # noqa: PTH207
-                    yield from _lines(Path(found), base, depth + 1)
-            # What follows belongs to this file's block again, not to the included file's last.
+                # Path.glob does not support absolute patterns.
+                full_pattern = base / Path(pattern.strip('"')).expanduser()
+                for included in sorted(glob.glob(str(full_pattern))):  # noqa: PTH207
+                    yield from _iter_lines(Path(included), base, depth + 1)
+            # The following lines belong to this file's block again, not to the last block of an
+            # included file.
             yield block
             continue
         if keyword in ("host", "match"):
@@ -249,20 +254,22 @@ def _agent_socket(option: str | None) -> str | None:
     return str(Path(option).expanduser())
 
 
-def _identity_files(named: object) -> tuple[Path, ...]:
-    """Those that the user named, of which paramiko gives a list; else the usual ones."""
-    if named is None:
-        usual = (Path.home() / ".ssh" / name for name in USUAL_IDENTITIES)
-        return tuple(path for path in usual if path.is_file())
-    words = [str(name) for name in named] if isinstance(named, list) else []
+def _identity_files(configured: object) -> tuple[Path, ...]:
+    """Return the configured key files, which paramiko passes as a list, or else the default
+    files."""
+    if configured is None:
+        defaults = (Path.home() / ".ssh" / name for name in DEFAULT_IDENTITIES)
+        return tuple(path for path in defaults if path.is_file())
+    words = [str(name) for name in configured] if isinstance(configured, list) else []
     return tuple(Path(word).expanduser() for word in words if word.lower() != "none")
 
 
-class Parsed(paramiko.SSHConfig):
-    """``Match host`` sees a HostName with its ``%h`` replaced; ``Match exec`` leaves stdin alone.
+class CorrectedSSHConfig(paramiko.SSHConfig):
+    """paramiko's parser with two corrections of ``Match``.
 
-    paramiko compares with the text of HostName, tokens and all, and runs commands through a
-    package that copies this process's stdin to them.
+    ``Match host`` is compared with HostName after its ``%h`` has been replaced; paramiko
+    compares the text with its tokens. ``Match exec`` does not use this process's stdin; paramiko
+    runs commands through a package that copies stdin to them.
     """
 
     def _does_match(
@@ -273,34 +280,39 @@ class Parsed(paramiko.SSHConfig):
         final: bool,
         options: Mapping[str, Any],
     ) -> bool:
-        seen = type(options)(options)  # type: ignore[call-arg]
-        if "hostname" in seen:
-            seen["hostname"] = seen["hostname"].replace("%h", target_hostname)  # type: ignore[index]
+        resolved_options = type(options)(options)  # type: ignore[call-arg]
+        if "hostname" in resolved_options:
+            hostname = resolved_options["hostname"].replace("%h", target_hostname)
+            resolved_options["hostname"] = hostname  # type: ignore[index]
         commands = [condition for condition in match_list if condition["type"] == "exec"]
-        others = [condition for condition in match_list if condition["type"] != "exec"]
-        decide = super()._does_match  # type: ignore[misc]
-        if others and not decide(others, target_hostname, canonical, final, seen):
+        plain_conditions = [condition for condition in match_list if condition["type"] != "exec"]
+        matches = super()._does_match  # type: ignore[misc]
+        if plain_conditions and not matches(
+            plain_conditions, target_hostname, canonical, final, resolved_options
+        ):
             return False
         for condition in commands:
             command = self._tokenize(  # type: ignore[attr-defined]
-                seen, target_hostname, "match-exec", condition["param"]
+                resolved_options, target_hostname, "match-exec", condition["param"]
             )
-            if _succeeds(command) == condition["negate"]:
+            if _command_succeeds(command) == condition["negate"]:
                 return False
         return bool(match_list)
 
 
 @functools.cache
-def _succeeds(command: str) -> bool:
-    """Whether the user's command ends with 0. It is a shell's, as in ssh_config(5)."""
+def _command_succeeds(command: str) -> bool:
+    """Return True if the user's command exits with 0. A shell runs it, as specified in
+    ssh_config(5).
+    """
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["sh", "-c", command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            timeout=_PATIENCE,
+            timeout=_EXEC_TIMEOUT_SECONDS,
             check=False,
         )
     except subprocess.TimeoutExpired:
         return False
-    return done.returncode == 0
+    return process.returncode == 0

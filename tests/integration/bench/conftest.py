@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-PROGRAM = ROOT / "tools" / "comm" / "bench.py"
+COMMAND = (sys.executable, "-m", "flagscale.cli", "bench", "collectives")
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ def bench() -> Bench:
         environment: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> Done:
-        command = [*launcher, sys.executable, PROGRAM, *words]
+        command = [*launcher, *COMMAND, *words]
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "OMPI_"))}
         done = subprocess.run(
             [str(word) for word in command],

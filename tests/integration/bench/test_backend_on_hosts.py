@@ -18,7 +18,7 @@ _PACKAGE = """\
 from flagscale.comm.base import CommBackend
 class Fast(CommBackend):
     name, summary, devices = "?", "a stranger's", ("cpu", "cuda")
-    def unavailable(self, device): return None
+    def explain_unavailable(self, device): return None
 """
 
 
@@ -42,7 +42,7 @@ def _launch(bed: Bed, directory: Path, *more: str, **environment: str) -> Any:
     )
 
 
-def test_the_host_without_the_backend_is_named(bed: Bed, tmp_path: Path) -> None:
+def test_host_without_the_backend_is_named(bed: Bed, tmp_path: Path) -> None:
     info = tmp_path / "site" / "fastlib-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fastlib\nVersion: 1.0\n")

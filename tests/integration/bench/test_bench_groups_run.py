@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).resolve().parents[3] / "tools" / "comm" / "groups.py"
+COMMAND = (sys.executable, "-m", "flagscale.cli", "bench")
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 
 def _run(*words: str | Path) -> str:
     done = subprocess.run(
-        [sys.executable, *map(str, words)],
+        [*COMMAND, *map(str, words)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -28,10 +28,10 @@ def _run(*words: str | Path) -> str:
     return done.stdout
 
 
-def test_arms_take_turns_in_fresh_processes(tmp_path: Path) -> None:
+def test_variants_alternate_in_fresh_processes(tmp_path: Path) -> None:
     result = tmp_path / "groups.json"
     out = _run(
-        *(PROGRAM, "-r", "2", "--device", "cpu", "--repeats", "1", "--groups", "3"),
+        *("groups", "-r", "2", "--device", "cpu", "--repeats", "1", "--groups", "3"),
         *("--json", result),
     )
     assert "# bound: left out, only accelerators can be bound" in out
@@ -41,11 +41,11 @@ def test_arms_take_turns_in_fresh_processes(tmp_path: Path) -> None:
     assert all(row["samples"][0]["first"] > 0 for row in rows)
 
 
-def test_both_sides_of_the_agreement_run_on_a_cpu(tmp_path: Path) -> None:
+def test_agreement_runs_on_a_cpu(tmp_path: Path) -> None:
     result = tmp_path / "agreement.json"
     line = "-r 2 --device cpu --operations allr,allg,bcast -b 1K -e 1K -n 2 -w 1 --rounds 2"
     # How long either takes here decides nothing.
-    out = _run(PROGRAM.with_name("agreement.py"), *line.split(), "--limit", "1e9", "--json", result)
+    out = _run("agreement", *line.split(), "--limit", "1e9", "--json", result)
     found = json.loads(result.read_text())
     assert [row["operation"] for row in found["rows"]] == ["all_reduce", "all_gather", "broadcast"]
     assert all(row["definition"] == pytest.approx(1) for row in found["rows"])

@@ -18,8 +18,7 @@ import pytest
 from bed.host import Host
 from bed.lab import Bed
 
-ROOT = Path(__file__).resolve().parents[3]
-PROGRAM = ROOT / "tools" / "comm" / "bench.py"
+COMMAND = (sys.executable, "-m", "flagscale.cli", "bench", "collectives")
 
 pytestmark = [
     pytest.mark.integration,
@@ -46,9 +45,7 @@ def _until(condition: Callable[[], bool], what: str, seconds: float = 30) -> Non
         time.sleep(0.1)
 
 
-def test_a_hostfile_with_unequal_hosts_and_files_that_travel(
-    bench: Any, bed: Bed, tmp_path: Path
-) -> None:
+def test_unequal_hosts_and_result_files(bench: Any, bed: Bed, tmp_path: Path) -> None:
     hosts, groups = tmp_path / "hostfile", tmp_path / "groups $HOME 'é.json"
     hosts.write_text("h00 slots=2\nh01 slots=1  # the small one\n")
     groups.write_text('{"replica_groups": [[0, 2]]}')
@@ -75,7 +72,7 @@ def test_a_hostfile_with_unequal_hosts_and_files_that_travel(
     assert _ranks(bed) == []
 
 
-def test_a_host_that_cannot_be_reached_is_3_and_nothing_starts(
+def test_unreachable_host_exits_with_3_before_any_rank(
     bench: Any, bed: Bed, tmp_path: Path
 ) -> None:
     bed["h01"].stop_sshd()
@@ -88,7 +85,7 @@ def test_a_host_that_cannot_be_reached_is_3_and_nothing_starts(
     assert _files(bed["h00"]) == []
 
 
-def test_files_come_back_from_hosts_without_sftp(bench: Any, bed: Bed, tmp_path: Path) -> None:
+def test_result_files_without_sftp(bench: Any, bed: Bed, tmp_path: Path) -> None:
     for host in bed.hosts:
         host.restart_sshd(Subsystem="other internal-sftp")
     line = f"{_SHORT} -r 2 --hosts h00 h01 --json out.json --mpi-log-dir logs"
@@ -110,7 +107,7 @@ def _aliases(bed: Bed, tmp_path: Path, address: str) -> Path:
     return config
 
 
-def test_hosts_that_only_ssh_knows_by_name_meet(bench: Any, bed: Bed, tmp_path: Path) -> None:
+def test_ssh_aliases_rendezvous(bench: Any, bed: Bed, tmp_path: Path) -> None:
     config = _aliases(bed, tmp_path, bed["h00"].address)
     line = f"{_SHORT} -r 2 --hosts first second --ssh-config {config}"
     done = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
@@ -118,7 +115,7 @@ def test_hosts_that_only_ssh_knows_by_name_meet(bench: Any, bed: Bed, tmp_path: 
     assert "2 ranks on 2 hosts: h00 [0] 1 x " in done.out
 
 
-def test_hosts_without_an_address_to_meet_at_are_3(bench: Any, bed: Bed, tmp_path: Path) -> None:
+def test_no_common_rendezvous_address_exits_with_3(bench: Any, bed: Bed, tmp_path: Path) -> None:
     config = _aliases(bed, tmp_path, bed["h00"].address)
     line = f"{_SHORT} -r 2 --hosts first second --ssh-config {config} --data-collector-host no-such"
     done = bench(*line.split(), environment=bed.environment(), cwd=tmp_path)
@@ -134,7 +131,7 @@ def _long_run(bed: Bed, directory: Path) -> Iterator[subprocess.Popen[str]]:
     """A benchmark on both hosts that would take minutes, in the middle of its work."""
     line = "allr -r 2 --hosts h00 h01 -d fp32 -b 1K -e 40000 -i 4 -n 3 --json part.json"
     process = subprocess.Popen(
-        [sys.executable, PROGRAM, *line.split()],
+        [*COMMAND, *line.split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -150,7 +147,7 @@ def _long_run(bed: Bed, directory: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def test_a_dead_rank_ends_all_and_partial_results_come_back(bed: Bed, tmp_path: Path) -> None:
+def test_killed_rank_ends_all_and_partial_results_are_kept(bed: Bed, tmp_path: Path) -> None:
     with _long_run(bed, tmp_path) as process:
         ranks = bed["h01"].find("flagscale.bench.collectives")
         os.kill(ranks[0].pid, signal.SIGKILL)
@@ -164,7 +161,7 @@ def test_a_dead_rank_ends_all_and_partial_results_come_back(bed: Bed, tmp_path: 
         assert _ranks(bed) == []
 
 
-def test_a_host_lost_in_the_middle_is_3_and_the_other_is_clean(bed: Bed, tmp_path: Path) -> None:
+def test_lost_host_exits_with_3_and_leaves_the_other_clean(bed: Bed, tmp_path: Path) -> None:
     with _long_run(bed, tmp_path) as process:
         bed["h01"].kill()
         _, err = process.communicate(timeout=90)
@@ -174,7 +171,7 @@ def test_a_host_lost_in_the_middle_is_3_and_the_other_is_clean(bed: Bed, tmp_pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
-def test_nothing_is_left_on_the_hosts_when_the_command_ends(
+def test_no_process_or_file_remains_on_hosts(
     bed: Bed, tmp_path: Path, number: signal.Signals
 ) -> None:
     with _long_run(bed, tmp_path) as process:

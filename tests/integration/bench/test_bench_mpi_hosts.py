@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 from bed.lab import Bed
-from support.needs import need_program
+from support.needs import require_program
 
-ROOT = Path(__file__).resolve().parents[3]
-TOOLS = ROOT / "tools" / "comm"
+COMMAND = (sys.executable, "-m", "flagscale.cli", "bench")
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
@@ -22,7 +21,7 @@ _SHORT = "allr -d fp32 -b 1K -e 1K -n 2 -w 1 -c"
 
 def _environment(bed: Bed, directory: Path, name: str) -> dict[str, str]:
     """In which ``mpirun`` is the one called ``name``, where several are installed."""
-    program = need_program("mpi", name)
+    program = require_program("mpi", name)
     (directory / "bin").mkdir()
     wrapper = directory / "bin" / "mpirun"
     wrapper.write_text(f'#!/bin/sh\nexec {program} "$@"\n')
@@ -58,7 +57,7 @@ def test_mpirun_reaches_two_hosts(bed: Bed, tmp_path: Path, name: str, launcher:
     environment = _environment(bed, tmp_path, name)
     start = ["--starter", "mpirun", "--ssh-config", bed.ssh_config, "--hosts", "h00", "h01"]
     line = [*_SHORT.split(), "-r", "2", *start, "--json", "out.json", "--mpi-log-dir", "logs"]
-    out = _run(environment, tmp_path, sys.executable, TOOLS / "bench.py", *line)
+    out = _run(environment, tmp_path, *COMMAND, "collectives", *line)
     assert "2 ranks on 2 hosts: h00 [0] 1 x " in out
     assert f"started by {launcher}" in out
     assert json.loads((tmp_path / "out.json").read_text())["results"][0]["wrong"] == 0
@@ -66,11 +65,11 @@ def test_mpirun_reaches_two_hosts(bed: Bed, tmp_path: Path, name: str, launcher:
     assert any("algbw(GB/s)" in path.read_text() for path in logs)
 
 
-def test_the_guides_line_for_hosts_of_mpich(bed: Bed, tmp_path: Path) -> None:
+def test_mpich_hosts_command(bed: Bed, tmp_path: Path) -> None:
     """The ranks find each other through mpirun alone."""
     environment = _environment(bed, tmp_path, "mpirun.mpich")
     environment["HYDRA_LAUNCHER_EXTRA_ARGS"] = f"-F {bed.ssh_config}"
-    mpirun = ["mpirun", "-np", "2", "-hosts", "h00:1,h01:1", sys.executable, TOOLS / "groups.py"]
+    mpirun = ["mpirun", "-np", "2", "-hosts", "h00:1,h01:1", *COMMAND, "groups"]
     out = _run(environment, tmp_path, *mpirun, "--groups", "2", "--repeats", "1", "--arms", "warm")
     assert "# h00 [0], h01 [1]; started by MPICH" in out
     assert "  warm       2     1  " in out

@@ -156,7 +156,7 @@ def test_groups_run_at_once(four: tuple[Path, Any]) -> None:
     assert {row["ranks"] for row in _rows(directory, "dp.json")} == {2}
 
 
-def test_ranks_outside_of_all_groups_sit_by(four: tuple[Path, Any]) -> None:
+def test_ranks_outside_of_all_groups_are_idle(four: tuple[Path, Any]) -> None:
     rows = _rows(four[0], "custom.json")
     assert {row["operation"] for row in rows} == set(OPERATIONS)
     assert {row["ranks"] for row in rows} == {2}

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.needs import need_program
+from support.needs import require_program
 
-ROOT = Path(__file__).resolve().parents[3]
-PROGRAM = ROOT / "tools" / "comm" / "bench.py"
+COMMAND = (sys.executable, "-m", "flagscale.cli", "bench", "collectives")
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
@@ -25,7 +24,7 @@ _GUIDE = "all_reduce -b 128K -e 256K -f 2 -p 1 -n 2 -w 1 -c"
 
 
 def _mpirun(name: str) -> list[str]:
-    program = need_program("mpi", name)
+    program = require_program("mpi", name)
     if "openmpi" in name:
         return [program, "--allow-run-as-root", "--oversubscribe"]
     return [program]
@@ -34,7 +33,7 @@ def _mpirun(name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "launcher"), [("mpirun.openmpi", "OpenMPI"), ("mpirun.mpich", "MPICH")]
 )
-def test_the_guides_line_under_mpirun(bench: Any, name: str, launcher: str) -> None:
+def test_nccom_guide_command_under_mpirun(bench: Any, name: str, launcher: str) -> None:
     done = bench(*_GUIDE.split(), launcher=[*_mpirun(name), "-np", "2"])
     assert done.code == 0, done.err
     assert "2 ranks on 1 host" in done.out
@@ -44,7 +43,7 @@ def test_the_guides_line_under_mpirun(bench: Any, name: str, launcher: str) -> N
     assert " 262144 " in done.out
 
 
-def test_a_wrong_number_of_ranks_is_said_once(bench: Any) -> None:
+def test_wrong_number_of_ranks_is_reported_once(bench: Any) -> None:
     done = bench("allr", "-r", "3", launcher=[*_mpirun("mpirun.mpich"), "-np", "2"])
     assert done.code == 2
     assert done.err.count("-r asks for 3 ranks, and MPICH has started 2") == 1
@@ -53,7 +52,7 @@ def test_a_wrong_number_of_ranks_is_said_once(bench: Any) -> None:
 def test_under_torchrun_in_nccl_tests_format(bench: Any) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     # A free port of the agent's own choice; the program has its interpreter already.
-    command = [*launcher, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(PROGRAM)]
+    command = [*launcher, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", *COMMAND[1:]]
     line = "allg -d fp32 -b 1K -e 1K -n 2 -c --format nccl-tests"
     done = subprocess.run(
         [*command, *line.split()],
@@ -107,7 +106,7 @@ def test_comparison_files_baseline(bench: Any, tmp_path: Path) -> None:
     assert 'href="http' not in page
 
 
-def test_worse_than_the_baseline_is_4_and_better_is_not(bench: Any, tmp_path: Path) -> None:
+def test_slower_than_the_baseline_exits_with_4(bench: Any, tmp_path: Path) -> None:
     for name, time_ in (("slow", 1e9), ("fast", 0.001)):
         row = {
             **{"operation": "all_reduce", "type": "fp32", "reduction": "sum", "root": -1},
@@ -138,7 +137,7 @@ def test_lines_of_a_batch_share_a_file(bench: Any, tmp_path: Path) -> None:
     (row,) = json.loads((tmp_path / "own.json").read_text())["results"]
     assert row["operation"] == "all_gather"
     page = (tmp_path / "all.html").read_text()
-    assert "$ bench.py --batch batch.txt -r 2 " in page
+    assert "$ flagscale bench collectives --batch batch.txt -r 2 " in page
     for name in ("all_reduce", "all_gather", "broadcast"):
         assert f"<h2>{name}</h2>" in page
         assert f"{name} fp32" in (tmp_path / "all.svg").read_text()
@@ -178,11 +177,11 @@ def create(store, rank, size, timeout):
 class Wrong(CommBackend):
     name, summary, devices = "wrong", "a library with a bug", ("cpu",)
 
-    def unavailable(self, device):
+    def explain_unavailable(self, device):
         return None
 
     @contextmanager
-    def creating(self):
+    def creation_context(self):
         if "wrong" not in dist.Backend.backend_list:
             dist.Backend.register_backend("wrong", create, devices=["cpu"])
         yield
@@ -205,7 +204,7 @@ def test_a_backend_with_a_bug_is_caught(bench: Any, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "x.json").read_text())["results"][0]["wrong"] == 64
 
 
-def test_an_operation_the_backend_lacks_fails_its_row_alone(bench: Any, tmp_path: Path) -> None:
+def test_unsupported_operation_fails_only_its_row(bench: Any, tmp_path: Path) -> None:
     line = "all_to_all_v -r 2 -b 1K -e 1K --alltoallv-metadata bad.json"
     (tmp_path / "bad.json").write_text('{"alltoallv_metadata": [{"send_counts": [1]}]}')
     done = bench(*line.split(), cwd=tmp_path)
@@ -221,13 +220,11 @@ def test_an_operation_the_backend_lacks_fails_its_row_alone(bench: Any, tmp_path
     ],
     ids=["dies", "hangs"],
 )
-def test_a_rank_that_dies_or_hangs_is_named(
-    tmp_path: Path, number: signal.Signals, message: str
-) -> None:
+def test_dead_or_stuck_rank_is_named(tmp_path: Path, number: signal.Signals, message: str) -> None:
     result = tmp_path / "part.json"
     line = f"allr -r 2 -d fp32 -b 1K -e 30000 -i 4 -n 3 -T 2 --json {result}"
     process = subprocess.Popen(
-        [sys.executable, PROGRAM, *line.split()],
+        [*COMMAND, *line.split()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -250,12 +247,12 @@ def test_a_rank_that_dies_or_hangs_is_named(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
-def test_a_run_that_ends_takes_its_ranks_along(tmp_path: Path, number: signal.Signals) -> None:
+def test_terminated_run_ends_its_ranks(tmp_path: Path, number: signal.Signals) -> None:
     result, scratch = tmp_path / "part.json", tmp_path / "scratch"
     scratch.mkdir()
     line = f"allr -r 2 -d fp32 -b 1K -e 30000 -i 4 -n 3 --json {result}"
     process = subprocess.Popen(
-        [sys.executable, PROGRAM, *line.split()],
+        [*COMMAND, *line.split()],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},

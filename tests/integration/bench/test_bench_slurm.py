@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from bed.slurm import Slurm
 
-ROOT = Path(__file__).resolve().parents[3]
-PROGRAM = ROOT / "tools" / "comm" / "bench.py"
+COMMAND = (sys.executable, "-m", "flagscale.cli", "bench", "collectives")
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
@@ -58,7 +57,7 @@ def test_in_an_existing_job(bench: Any, slurm: Slurm, tmp_path: Path) -> None:
     assert f"error: --slurm-job-id {job}: the job " in done.err
 
 
-def test_slurms_refusals_and_the_runs_own_code(bench: Any, slurm: Slurm, tmp_path: Path) -> None:
+def test_slurm_errors_and_exit_codes(bench: Any, slurm: Slurm, tmp_path: Path) -> None:
     def run(line: str, *words: str | Path, **environment: str) -> Any:
         more = slurm.environment(**environment)
         return bench(*line.split(), *words, environment=more, cwd=tmp_path)
@@ -78,11 +77,11 @@ def test_slurms_refusals_and_the_runs_own_code(bench: Any, slurm: Slurm, tmp_pat
     slurm.wait_empty()
 
 
-def test_an_interrupted_run_gives_its_allocation_back(slurm: Slurm, tmp_path: Path) -> None:
+def test_interrupted_run_cancels_its_allocation(slurm: Slurm, tmp_path: Path) -> None:
     result = tmp_path / "part.json"
     line = f"allr -r 2 -N 2 -S -d fp32 -b 1K -e 30000 -i 4 -n 3 --json {result}"
     process = subprocess.Popen(
-        [sys.executable, PROGRAM, *line.split()],
+        [*COMMAND, *line.split()],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=slurm.environment(OMP_NUM_THREADS="1"),

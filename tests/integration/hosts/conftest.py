@@ -1,4 +1,4 @@
-"""What the tests of the transport share."""
+"""Fixtures of the SSH tests."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from flagscale.hosts.ssh.ssh_config import SshConfig
 
 @pytest.fixture
 def config(bed: Bed) -> SshConfig:
-    """The configuration of the bed's user."""
+    """SSH configuration of the test bed's user."""
     return SshConfig.load(bed.ssh_config)

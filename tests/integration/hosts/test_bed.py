@@ -1,4 +1,4 @@
-"""The test bed itself: hosts are apart where they must be, and faults do what they say."""
+"""Tests of the test bed itself: isolation of hosts, and faults."""
 
 from __future__ import annotations
 

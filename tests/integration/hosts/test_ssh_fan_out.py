@@ -1,4 +1,4 @@
-"""Many hosts at once."""
+"""Tests of actions on many hosts at once."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from support.ssh_hosts import fan_out, outcomes_of
 
 from flagscale.errors import JobError
 from flagscale.hosts import errors as e
-from flagscale.hosts.executor import Endpoint, Executor
+from flagscale.hosts.connection import Endpoint, HostConnection
 from flagscale.hosts.fan_out import Hosts
-from flagscale.hosts.ssh.connection import Connection
+from flagscale.hosts.ssh.connection import SshConnection
 from flagscale.hosts.ssh.dial import DialOptions
 from flagscale.hosts.ssh.ssh_config import SshConfig
 
 pytestmark = pytest.mark.integration
 
 
-def hostname(connection: Executor) -> str:
+def hostname(connection: HostConnection) -> str:
     return connection.run(["hostname"]).text.strip()
 
 
@@ -58,7 +58,7 @@ def test_a_burst_on_a_strict_sshd_gets_through(bed: Bed, config: SshConfig) -> N
 def test_an_action_runs_once_and_its_errors_are_outcomes(bed: Bed, config: SshConfig) -> None:
     calls: list[str] = []
 
-    def action(connection: Connection) -> str:
+    def action(connection: SshConnection) -> str:
         calls.append(connection.target.name)
         if connection.target.name == "h01":
             raise JobError("the job said no")
@@ -71,7 +71,7 @@ def test_an_action_runs_once_and_its_errors_are_outcomes(bed: Bed, config: SshCo
     with pytest.raises(JobError, match="the job said no"):
         outcomes[1].get()
 
-    def broken(connection: Connection) -> str:
+    def broken(connection: SshConnection) -> str:
         raise KeyError(connection.target.name)
 
     with pytest.raises(KeyError):
@@ -85,7 +85,7 @@ def test_hosts_keep_their_connections_and_mend_them(bed: Bed) -> None:
         logs = [(host.directory / "sshd.log").read_text() for host in bed.hosts]
         return [log.count("Accepted publickey") for log in logs]
 
-    def names(_: int, executor: Executor) -> str:
+    def names(_: int, executor: HostConnection) -> str:
         return hostname(executor)
 
     settings = {"ssh": {"config": bed.ssh_config}}
@@ -106,19 +106,19 @@ def test_hosts_keep_their_connections_and_mend_them(bed: Bed) -> None:
 
 @pytest.mark.bed(hosts=4)
 def test_interrupting_ends_at_once(bed: Bed, tmp_path: Path) -> None:
-    """Some hosts are in a command, one does not answer: Ctrl-C waits for none of them."""
+    """Some hosts run a command and one does not answer: Ctrl-C waits for none of them."""
     bed[3].drop()
     program = tmp_path / "program.py"
     program.write_text(
         "import os\n"
-        "from flagscale.hosts.executor import Endpoint\n"
+        "from flagscale.hosts.connection import Endpoint\n"
         "from flagscale.hosts.fan_out import Hosts\n"
-        "from flagscale.hosts.ssh.dial import DialOptions, SshOpener\n"
+        "from flagscale.hosts.ssh.dial import DialOptions, SshConnectionFactory\n"
         f"settings = {{'config': {str(bed.ssh_config)!r}}}\n"
-        "opener = SshOpener(settings, DialOptions(connect=600))\n"
+        "factory = SshConnectionFactory(settings, DialOptions(connect=600))\n"
         f"endpoints = [Endpoint(name) for name in {bed.names!r}]\n"
         "hosts = Hosts(endpoints, {})\n"
-        "hosts._openers['ssh'] = opener\n"
+        "hosts._factories['ssh'] = factory\n"
         "say = lambda _: os.write(1, b'running\\n')\n"  # a line whole, whatever other threads do
         "wait = ['sh', '-c', 'echo go; exec sleep 600']\n"
         "def action(n, c): c.run(wait, timeout=None, on_stdout=lambda data: data and say(data))\n"

@@ -1,4 +1,4 @@
-"""Everything that goes wrong with a host has a name, a message and an end."""
+"""Tests of all failures of hosts: error class, message, and time limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.ssh_hosts import connect, fan_out
 from flagscale.errors import FlagscaleError
 from flagscale.hosts import errors as e
 from flagscale.hosts.processes import wait_until
-from flagscale.hosts.ssh.connection import Connection
+from flagscale.hosts.ssh.connection import SshConnection
 from flagscale.hosts.ssh.dial import DialOptions
 from flagscale.hosts.ssh.ssh_config import SshConfig
 
@@ -43,7 +43,7 @@ CONNECT_FAULTS = [
 
 
 def occupy(host: Host, held: ExitStack) -> None:
-    """Fill sshd's only place for connections that have not logged in yet."""
+    """Fill sshd's only slot for connections that have not logged in yet."""
     host.restart_sshd(MaxStartups="1:100:1")
     while True:
         place = held.enter_context(socket.create_connection((host.address, 22)))
@@ -76,7 +76,7 @@ def serve_http(host: Host) -> None:
 
 
 @pytest.mark.bed(hosts=CONNECT_FAULTS, users=["trainer"])
-def test_every_host_says_why_it_cannot_be_reached(bed: Bed, config: SshConfig) -> None:
+def test_reasons_of_unreachable_hosts(bed: Bed, config: SshConfig) -> None:
     with ExitStack() as held:
         bed["unplugged"].link("down")
         bed["filtered"].drop()
@@ -155,7 +155,7 @@ def jobs(host: Host) -> list[HostProcess]:
 def test_a_command_in_progress_ends_with_its_host(bed: Bed, config: SshConfig) -> None:
     started = threading.Barrier(len(MID_COMMAND) + 1, timeout=60)
 
-    def action(connection: Connection) -> int:
+    def action(connection: SshConnection) -> int:
         first = threading.Event()
 
         def on_stdout(_: bytes) -> None:
@@ -208,7 +208,7 @@ def test_much_input_over_a_cut_link_ends(bed: Bed, config: SshConfig) -> None:
 
 @pytest.mark.bed(hosts=1)
 def test_a_connection_that_breaks_during_the_login(bed: Bed, config: SshConfig) -> None:
-    """Whichever way the client learns of it: it is said, and nothing but that."""
+    """The error is the same in whichever way the client detects it."""
     command = bed[0].path("/run/end-the-session")
     command.write_text("#!/bin/sh\nkill -KILL $PPID\n")
     command.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The user's SSH configuration decides how a host is reached."""
+"""Tests of reaching hosts as the user's SSH configuration specifies."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ QUICK = DialOptions(connect=6, attempts=2, pause=0.05)
 
 
 def configure(bed: Bed, text: str) -> SshConfig:
-    """The bed's configuration with more in front of it."""
+    """Write the test bed's configuration with further lines in front of it."""
     path = bed.home / "more_config"
     path.write_text(text + "\n" + bed.ssh_config.read_text())
     return SshConfig.load(path)
 
 
 def hide(host: Host) -> None:
-    """Put a host where the hub cannot reach it, but other hosts can."""
+    """Make a host unreachable from the hub, but reachable from other hosts."""
     host.drop(f"ip saddr {HUB_ADDRESS}")
 
 
@@ -69,11 +69,12 @@ def test_jump_hosts_in_a_chain_serve_many_hosts_over_one_connection(bed: Bed) ->
 
 
 @pytest.mark.bed(hosts=["gate", "n1", "n2"])
-def test_a_last_word_that_comes_late_ends_nobody_elses_connection(
+def test_late_packets_do_not_end_other_connections(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a thread decides to send through the jump host, and sends when another one has closed
-    its connection."""
+    """A thread decides to send through the jump host, and sends after another thread closed the
+    channel.
+    """
     for host in bed.hosts[1:]:
         hide(host)
     config = configure(bed, "Host n1 n2\n  ProxyJump gate\n")
@@ -104,7 +105,7 @@ def test_a_last_word_that_comes_late_ends_nobody_elses_connection(
 
 
 @pytest.mark.bed(hosts=["gate", "inner"])
-def test_what_goes_wrong_behind_a_jump_host_says_where(bed: Bed) -> None:
+def test_errors_behind_a_jump_host(bed: Bed) -> None:
     hide(bed["inner"])
     config = configure(bed, "Host inner\n  ProxyJump gate\n")
     with connect(config.target("inner"), QUICK) as connection:
@@ -144,7 +145,7 @@ def test_a_proxy_command_carries_a_connection(bed: Bed) -> None:
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[str]:
-    """A real SSH agent without keys; its socket."""
+    """A real SSH agent without keys; returns its socket."""
     path = str(tmp_path / "agent")
     process = subprocess.Popen(["ssh-agent", "-D", "-a", path], stdout=subprocess.PIPE)
     try:
@@ -308,10 +309,10 @@ def test_a_name_that_does_not_resolve() -> None:
 
 @pytest.mark.bed(hosts=1)
 def test_a_refused_connection_leaves_nothing_behind(bed: Bed, tmp_path: Path) -> None:
-    """A launcher that only says why must not print tracebacks or hang at its exit."""
+    """A launcher that only reports the error must not print tracebacks or hang at its exit."""
     bed[0].stop_sshd()
     program = (
-        "from flagscale.hosts.executor import Endpoint\n"
+        "from flagscale.hosts.connection import Endpoint\n"
         "from flagscale.hosts.fan_out import Hosts\n"
         f"hosts = Hosts([Endpoint('h00')], {{'ssh': {{'config': {str(bed.ssh_config)!r}}}}})\n"
         "print(hosts.each(lambda _, host: host.run(['true']))[1][0])\n"

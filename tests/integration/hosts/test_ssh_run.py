@@ -1,4 +1,4 @@
-"""What is sent to a host is what arrives there, and what it answers is what comes back."""
+"""Tests that input and output of programs on hosts are transferred unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.launch_lab import until
 from support.ssh_hosts import connect
 
 from flagscale.hosts import errors as e
-from flagscale.hosts.ssh.connection import Connection
+from flagscale.hosts.ssh.connection import SshConnection
 from flagscale.hosts.ssh.ssh_config import SshConfig
 
 pytestmark = pytest.mark.integration
@@ -54,7 +54,7 @@ def test_arguments_and_input_arrive_as_they_are(bed: Bed, config: SshConfig) -> 
 
 @pytest.mark.bed(hosts=1)
 def test_exit_statuses(bed: Bed, config: SshConfig) -> None:
-    def status(connection: Connection, script: str) -> int:
+    def status(connection: SshConnection, script: str) -> int:
         result = connection.run_script(script)
         assert result.exit_status == connection.run(["bash", "-c", script]).exit_status
         return result.exit_status
@@ -93,15 +93,15 @@ def test_secrets_stay_out_of_the_process_table(bed: Bed, config: SshConfig) -> N
 
 @pytest.mark.bed(hosts=1)
 def test_a_script_that_was_cut_off_does_not_run(bed: Bed, config: SshConfig) -> None:
-    from flagscale.hosts.ssh.connection import LINE, script_input
+    from flagscale.hosts.ssh.connection import LOGIN_SHELL_LINE, encode_script
 
-    whole = script_input("t", "touch /tmp/one\ntouch /tmp/two\n")
+    whole = encode_script("t", "touch /tmp/one\ntouch /tmp/two\n")
     with connect(config.target("h00")) as connection:
         for end in range(0, len(whole)):
             if end % 7 == 0 or end > len(whole) - 6:
-                connection.run(["sh", "-c", LINE], stdin=whole[:end])
+                connection.run(["sh", "-c", LOGIN_SHELL_LINE], stdin=whole[:end])
         assert connection.run(["ls", "/tmp/one", "/tmp/two"]).text == ""
-        connection.run(["sh", "-c", LINE], stdin=whole)
+        connection.run(["sh", "-c", LOGIN_SHELL_LINE], stdin=whole)
         assert connection.run(["ls", "/tmp/one", "/tmp/two"]).text == "/tmp/one\n/tmp/two\n"
 
 

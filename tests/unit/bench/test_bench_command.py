@@ -1,3 +1,5 @@
+"""Tests of the collectives benchmark's command line, stored results and reports of delays."""
+
 from __future__ import annotations
 
 import csv
@@ -10,14 +12,14 @@ import pytest
 from support.bench_lines import parse_spec
 
 from flagscale.bench.collectives import curves, records
-from flagscale.bench.collectives.cli import Bench, read_specs
-from flagscale.bench.collectives.records import Row, write_csv
+from flagscale.bench.collectives.cli import CollectivesCommand, read_specs
+from flagscale.bench.collectives.records import ResultRow, write_csv
 from flagscale.bench.collectives.spec import Batch, BenchSpec
-from flagscale.bench.collectives.watch import Beat, explain
-from flagscale.bench.placement import require_own
-from flagscale.bench.spawn import cores_here
+from flagscale.bench.collectives.watch import RankHeartbeat, explain_delay
+from flagscale.bench.placement import require_local_address
+from flagscale.bench.statistics import Ratio
+from flagscale.bench.world import usable_cores
 from flagscale.errors import ConfigError
-from flagscale.sample_statistics import Ratio
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,7 @@ from flagscale.sample_statistics import Ratio
         "allr --sb2sb --input-shape [1,1][2,2] --cc-dim 1 -t p50 p99/p50",
     ],
 )
-def test_known_command_lines_are_understood(line: str) -> None:
+def test_command_lines_of_other_tools_parse(line: str) -> None:
     assert parse_spec(line.split()).operations
 
 
@@ -133,7 +135,7 @@ def test_flags_reach_the_specification() -> None:
         ("allr --data-parallel-dimension 0", "expected at least 1"),
     ],
 )
-def test_mistakes_are_named(line: str, message: str) -> None:
+def test_usage_errors_name_the_flag(line: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_spec(line.split())
     assert message in str(error.value)
@@ -152,7 +154,7 @@ def test_mistakes_are_named(line: str, message: str) -> None:
         ("allr -d uint64 -o max", "torch has no max of uint64"),
     ],
 )
-def test_cases_that_cannot_run_are_named(line: str, message: str) -> None:
+def test_unsupported_cases_are_rejected(line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         list(parse_spec(line.split()).cases(4))
 
@@ -179,31 +181,33 @@ def test_cases_that_cannot_run_are_named(line: str, message: str) -> None:
         ),
     ],
 )
-def test_what_is_asked_for_and_not_done_is_told(
-    tmp_path: Path, line: str, notes: list[str]
-) -> None:
+def test_flags_without_effect_produce_notes(tmp_path: Path, line: str, notes: list[str]) -> None:
     file = tmp_path / "pairs.json"
     file.write_text('{"src_target_pairs": [[0, 1]]}')
     assert list(parse_spec(line.format(file=file).split()).notes) == notes
 
 
-def test_many_more_ranks_than_cores_want_a_word_of_consent(
+def test_many_more_ranks_than_cores_require_oversubscribe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[int] = []
-    monkeypatch.setattr(Bench, "start_here", lambda _, plan, ranks: started.append(ranks) or 0)
+    monkeypatch.setattr(
+        CollectivesCommand, "start_here", lambda _, plan, ranks: started.append(ranks) or 0
+    )
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert Bench().main(["allr", "-r", "100000"]) == 2
-    said = capsys.readouterr().err
-    assert f"100000 ranks on this machine, which has {cores_here()} cores; at most " in said
-    assert "--oversubscribe" in said
-    assert Bench().main(["allr", "-r", "32"]) == 0
-    assert Bench().main(["allr", "-r", "100000", "--oversubscribe"]) == 0
+    assert CollectivesCommand().main(["allr", "-r", "100000"]) == 2
+    error_output = capsys.readouterr().err
+    assert (
+        f"100000 ranks on this machine, which has {usable_cores()} cores; at most " in error_output
+    )
+    assert "--oversubscribe" in error_output
+    assert CollectivesCommand().main(["allr", "-r", "32"]) == 0
+    assert CollectivesCommand().main(["allr", "-r", "100000", "--oversubscribe"]) == 0
     assert started == [32, 100_000]
 
 
-def test_every_root_in_turn_and_both_places() -> None:
+def test_every_root_and_both_buffer_placements() -> None:
     spec = parse_spec(["bcast,allg", "--root", "-1", "--both-places"])
     labels = [case.label for case in spec.cases(2)]
     assert labels == [
@@ -214,7 +218,7 @@ def test_every_root_in_turn_and_both_places() -> None:
     ]
 
 
-def test_a_batch_runs_its_lines_and_names_the_wrong_one(tmp_path: Path) -> None:
+def test_batch_reads_all_lines_and_reports_the_invalid_line(tmp_path: Path) -> None:
     file = tmp_path / "a 'batch'.txt"
     file.write_text("# a comment\n\nallr -d fp32 # four bytes\nallg -b 1K -e 1K\n")
     specs = read_specs(["--batch", str(file), "-r", "3"])
@@ -233,7 +237,7 @@ def test_a_batch_runs_its_lines_and_names_the_wrong_one(tmp_path: Path) -> None:
         read_specs(["--batch", str(file)])
 
 
-def _row(**more: Any) -> Row:
+def _row(**more: Any) -> ResultRow:
     values: dict[str, Any] = {
         "operation": "all_reduce",
         "type": "fp32",
@@ -250,29 +254,31 @@ def _row(**more: Any) -> Row:
         "bus_factor": 1.0,
         "time": 10.0,
     }
-    return Row(**{**values, **more})
+    return ResultRow(**{**values, **more})
 
 
-def test_a_baseline_is_held_and_only_worse_counts(tmp_path: Path) -> None:
+def test_only_slower_rows_fail_the_baseline(tmp_path: Path) -> None:
     path = tmp_path / "base.json"
     records.write_json(path, [_row(), _row(size=2048)], {"config": {}}, complete=True)
     baseline = records.read_baseline(path)
-    assert records.hold([_row(time=10.4)], baseline, 0.05) == (1, [])
-    assert records.hold([_row(time=1.0)], baseline, 0.05) == (1, [])
-    compared, worse = records.hold([_row(time=11.0), _row(size=4096, time=99.0)], baseline, 0.05)
+    assert records.compare_with_baseline([_row(time=10.4)], baseline, 0.05) == (1, [])
+    assert records.compare_with_baseline([_row(time=1.0)], baseline, 0.05) == (1, [])
+    compared, worse = records.compare_with_baseline(
+        [_row(time=11.0), _row(size=4096, time=99.0)], baseline, 0.05
+    )
     assert compared == 1
     assert "11.00 us, 10.00 us before (+10.0%, tolerance 5.0%)" in worse[0]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"results": [{}]}', '{"results": 3}'])
-def test_what_is_no_baseline_is_refused(tmp_path: Path, text: str) -> None:
+def test_invalid_baseline_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "base.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="not a result"):
         records.read_baseline(path)
 
 
-def test_a_csv_has_a_line_a_result(tmp_path: Path) -> None:
+def test_csv_has_a_line_per_result(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     write_csv(path, [_row(time=2.0), _row(time=1.0, ratio=Ratio(0.5, 0.4, 0.6), spread=(0.9, 1.1))])
     with path.open(newline="") as file:
@@ -290,8 +296,8 @@ def test_a_csv_has_a_line_a_result(tmp_path: Path) -> None:
         (Ratio(1.25, 1.0, 1.5), "1.25 times as long (1 to 1.5)"),
     ],
 )
-def test_ratios_are_told_in_words(ratio: Ratio, words: str) -> None:
-    assert ratio.words == words
+def test_ratio_description(ratio: Ratio, words: str) -> None:
+    assert ratio.description == words
 
 
 @pytest.mark.parametrize(
@@ -304,7 +310,7 @@ def test_ratios_are_told_in_words(ratio: Ratio, words: str) -> None:
         ("", "", ""),
     ],
 )
-def test_clusters_that_do_not_fit_are_refused(
+def test_clusters_must_fit_the_ranks(
     monkeypatch: pytest.MonkeyPatch, line: str, environment: str, message: str
 ) -> None:
     monkeypatch.setenv("FSCCL_CLUSTERS", environment)
@@ -317,7 +323,7 @@ def test_clusters_that_do_not_fit_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("address", "known"),
+    ("address", "is_local"),
     [
         (None, True),
         ("127.0.0.1", True),
@@ -327,15 +333,15 @@ def test_clusters_that_do_not_fit_are_refused(
         ("no such", False),
     ],
 )
-def test_ranks_here_meet_at_an_address_of_this_machine(address: str | None, known: bool) -> None:
-    if known:
-        require_own(address)
+def test_local_ranks_need_a_local_rendezvous_address(address: str | None, is_local: bool) -> None:
+    if is_local:
+        require_local_address(address)
         return
     with pytest.raises(ConfigError, match=f"host {address}: all ranks are on this"):
-        require_own(address)
+        require_local_address(address)
 
 
-def test_json_has_the_guides_keys(tmp_path: Path) -> None:
+def test_json_has_the_keys_of_nccom_test(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     records.write_json(path, [_row()], {"config": {"a": 1}}, complete=False)
     data = json.loads(path.read_text())
@@ -347,7 +353,7 @@ def test_json_has_the_guides_keys(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
-def test_the_environment_is_an_allow_list() -> None:
+def test_only_allowed_variables_are_stored() -> None:
     environment = {
         "NCCL_DEBUG": "INFO",
         "OMP_NUM_THREADS": "1",
@@ -357,7 +363,7 @@ def test_the_environment_is_an_allow_list() -> None:
         "HOME": "/home/me",
         "PATH": "/bin",
     }
-    assert records.allowed_environment(environment) == {
+    assert records.select_variables(environment) == {
         "NCCL_DEBUG": "INFO",
         "OMP_NUM_THREADS": "1",
     }
@@ -405,46 +411,48 @@ _NCCL_JSON = json.dumps(
     ],
     ids=["nccl-tests", "nccom-test-binary", "nccom-test", "flagcx", "nccl-tests-json"],
 )
-def test_other_tools_outputs_are_read(tmp_path: Path, text: str, expected: dict[str, Any]) -> None:
+def test_output_of_other_tools_is_imported(
+    tmp_path: Path, text: str, expected: dict[str, Any]
+) -> None:
     path = tmp_path / "other.txt"
     path.write_text(text)
-    found = {
+    points = {
         c.label: [(p.size, pytest.approx(p.time), pytest.approx(p.busbw)) for p in c.points]
         for c in curves.read_results(path)
     }
-    assert found == expected
+    assert points == expected
 
 
 @pytest.mark.parametrize(
     "text", ["", "hello\n", "[1]", '{"results": []}', '{"results": [{"x": 1}]}']
 )
-def test_a_file_without_results_is_refused(tmp_path: Path, text: str) -> None:
+def test_file_without_results_is_rejected(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.txt"
     path.write_text(text)
     with pytest.raises(ConfigError, match="--import"):
         curves.read_results(path)
 
 
-def _beats(*beats: Beat) -> dict[int, Beat | None]:
+def _heartbeats(*beats: RankHeartbeat) -> dict[int, RankHeartbeat | None]:
     return {beat.rank: beat for beat in beats}
 
 
-def test_the_silent_the_slow_and_the_absent_are_named() -> None:
-    a = Beat(0, "h", 1, 100.0, "all_reduce", 3, 7)
-    b = Beat(1, "h", 2, 90.0, "all_reduce", 3, 7)
-    said = explain(_beats(a, b), 100.0)
-    assert said.startswith("rank 1 (host h, process 2) has been silent for 10 s")
-    behind = Beat(1, "h", 2, 100.0, "all_gather", 2, 9)
-    assert explain(_beats(a, behind), 100.0) == (
+def test_silent_slow_and_absent_ranks_are_reported() -> None:
+    waiting = RankHeartbeat(0, "h", 1, 100.0, "all_reduce", 3, 7)
+    silent = RankHeartbeat(1, "h", 2, 90.0, "all_reduce", 3, 7)
+    explanation = explain_delay(_heartbeats(waiting, silent), 100.0)
+    assert explanation.startswith("rank 1 (host h, process 2) has been silent for 10 s")
+    behind = RankHeartbeat(1, "h", 2, 100.0, "all_gather", 2, 9)
+    assert explain_delay(_heartbeats(waiting, behind), 100.0) == (
         "rank 1 (host h, process 2) is behind: all_gather, iteration 9"
     )
-    assert explain({0: a, 1: None}, 100.0) == "rank 1 was never heard"
-    assert "all ranks wait in all_reduce" in explain(
-        _beats(a, Beat(1, "h", 2, 100.0, "all_reduce", 3, 7)), 100.0
+    assert explain_delay({0: waiting, 1: None}, 100.0) == "rank 1 was never heard"
+    assert "all ranks wait in all_reduce" in explain_delay(
+        _heartbeats(waiting, RankHeartbeat(1, "h", 2, 100.0, "all_reduce", 3, 7)), 100.0
     )
 
 
-def test_specifications_are_values() -> None:
+def test_equal_command_lines_give_equal_specs() -> None:
     first, second = (parse_spec(["allr", "--seed", "1"]) for _ in range(2))
     assert isinstance(first, BenchSpec)
     assert first == second

@@ -1,4 +1,4 @@
-"""The checker itself: what it computes by hand, and that it sees every kind of wrong."""
+"""Tests of the output checker: its expected values, and the detection of wrong results."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ from support.bench_lines import parse_spec
 
 from flagscale.accelerators.device import Device
 from flagscale.bench.collectives import checks, collective_calls
-from flagscale.bench.collectives.checks import CHUNK, Golden, Verdict, digest, pieces
+from flagscale.bench.collectives.checks import (
+    CHUNK,
+    Golden,
+    OutputCheck,
+    fingerprint_bytes,
+    output_pieces,
+)
 from flagscale.bench.collectives.collective_calls import Shape
 from flagscale.bench.collectives.devices import RankGroup
 from flagscale.bench.collectives.spec import Case
 
 pytestmark = pytest.mark.torch
 
-CPU = Device.of(torch.device("cpu"))
+CPU = Device.from_torch(torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _single_rank_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     file = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
     yield
@@ -45,7 +51,7 @@ def _golden(line: str, index: int = 0, mode: Any = "random", size: int = 4) -> G
     return Golden(_case(line), _group(index, size), mode, seed=5)
 
 
-def test_inputs_are_a_function_of_the_position() -> None:
+def test_inputs_depend_on_rank_position_and_seed_only() -> None:
     golden = _golden("allr -d fp32")
     whole = golden.inputs(1, 0, 1000)
     assert torch.equal(whole[300:400], golden.inputs(1, 300, 100))
@@ -67,39 +73,39 @@ def test_integers_use_their_whole_range() -> None:
 def test_any_order_of_additions_is_within_the_tolerance(reduction: str, type_: str) -> None:
     line = f"allr -d {type_} -o {reduction}"
     golden = _golden(line, size=32)
-    inputs = [golden.inputs(place, 0, 4000) for place in range(32)]
+    inputs = [golden.inputs(rank, 0, 4000) for rank in range(32)]
     part = _part(line, 4000, golden.group)
     for order in (inputs, inputs[::-1], inputs[::2] + inputs[1::2]):
         total = order[0].clone()
-        for other in order[1:]:
+        for addend in order[1:]:
             if reduction in ("sum", "avg"):
-                total += other
+                total += addend
             elif reduction == "prod":
-                total *= other
+                total *= addend
             else:
-                total = getattr(torch, f"{reduction}imum")(total, other)
+                total = getattr(torch, f"{reduction}imum")(total, addend)
         part.output.copy_(total / 32 if reduction == "avg" else total)
-        assert golden.verify(part) == Verdict()
+        assert golden.verify(part) == OutputCheck()
 
 
-def _part(line: str, elements: int, group: RankGroup) -> collective_calls.Part:
-    return collective_calls.build(_case(line), Shape(elements, elements, elements), group, CPU)
+def _part(line: str, elements: int, group: RankGroup) -> collective_calls.OperationPart:
+    return collective_calls.build_part(_case(line), Shape(elements, elements, elements), group, CPU)
 
 
 @pytest.mark.parametrize("type_", ["uint8", "int8", "int32", "int64", "uint32", "fp16", "fp32"])
-def test_one_wrong_element_is_found(type_: str) -> None:
+def test_one_wrong_element_is_detected(type_: str) -> None:
     golden = _golden(f"allr -d {type_}")
     part = _part(f"allr -d {type_}", CHUNK + 10, golden.group)
     part.output.copy_(golden.whole(part))
     assert golden.verify(part).wrong == 0
-    spoiled = part.output[CHUNK + 3].to(torch.float64) + 1
-    part.output[CHUNK + 3] = spoiled.to(part.output.dtype)
+    wrong_value = part.output[CHUNK + 3].to(torch.float64) + 1
+    part.output[CHUNK + 3] = wrong_value.to(part.output.dtype)
     verdict = golden.verify(part)
     assert (verdict.wrong, verdict.first) == (1, CHUNK + 3)
     assert f"the first at {CHUNK + 3}" in str(verdict)
 
 
-def test_not_a_number_is_wrong() -> None:
+def test_nan_and_infinity_are_detected() -> None:
     golden = _golden("allr -d fp32")
     part = _part("allr -d fp32", 8, golden.group)
     part.output.copy_(golden.whole(part))
@@ -108,10 +114,10 @@ def test_not_a_number_is_wrong() -> None:
     assert golden.verify(part).wrong == 2
 
 
-def test_a_rank_that_was_left_out_is_found() -> None:
+def test_missing_rank_is_detected() -> None:
     golden = _golden("allr -d bf16")
     part = _part("allr -d bf16", 1000, golden.group)
-    part.output.copy_(sum(golden.inputs(place, 0, 1000).float() for place in range(3)))
+    part.output.copy_(sum(golden.inputs(rank, 0, 1000).float() for rank in range(3)))
     assert golden.verify(part).wrong > 900
 
 
@@ -136,22 +142,24 @@ def test_all_ones_sum_to_the_number_of_ranks() -> None:
         ("barrier", 0, []),
     ],
 )
-def test_what_each_output_must_hold(line: str, index: int, expected: list[Any]) -> None:
+def test_expected_output_pieces(line: str, index: int, expected: list[Any]) -> None:
     spec = parse_spec([*line.split(), "-b", "8", "-e", "8"])
     case, group = _case(line), _group(index)
-    shape = collective_calls.shapes(case, 8, group, spec)[0][0]
-    found = [(p.start, p.length, p.source, p.source_start) for p in pieces(case, shape, group)]
-    assert found == expected
+    shape = collective_calls.make_shapes(case, 8, group, spec)[0][0]
+    pieces = [
+        (p.start, p.length, p.source, p.source_start) for p in output_pieces(case, shape, group)
+    ]
+    assert pieces == expected
 
 
-def test_a_failed_check_leaves_its_data(tmp_path: Path) -> None:
+def test_failed_check_dumps_its_data(tmp_path: Path) -> None:
     line = ["allr", "-d", "fp32", "-c", "--seed", "3", "--dump-dir", str(tmp_path / "a 'dump'")]
     spec = parse_spec(line)
     case, group = next(spec.cases(1)), _group(0, size=1)
-    prepared = collective_calls.prepare(case, (Shape(6, 6, 6),), group, CPU, spec)
-    assert checks.check(case, prepared, CPU, spec).wrong == 0
+    prepared = collective_calls.prepare_buffers(case, (Shape(6, 6, 6),), group, CPU, spec)
+    assert checks.check_output(case, prepared, CPU, spec).wrong == 0
     prepared.bodies[0].parts[0].output[4] = 9.0
-    path = checks.dump(case, prepared, spec, 24, 7, 0)
+    path = checks.dump_buffers(case, prepared, spec, 24, 7, 0)
     assert path.name == "rank_7.pt"
     content = torch.load(path, weights_only=True)
     assert content["output"][4] == 9
@@ -159,20 +167,20 @@ def test_a_failed_check_leaves_its_data(tmp_path: Path) -> None:
     assert content["seed"] == 3
 
 
-def test_digests_differ_by_one_bit() -> None:
+def test_fingerprints_differ_by_one_bit() -> None:
     first = torch.zeros(100, dtype=torch.bfloat16)
     second = first.clone()
     second[99] = torch.finfo(torch.bfloat16).tiny
-    assert digest(first) == digest(torch.zeros(100, dtype=torch.bfloat16))
-    assert digest(first) != digest(second)
+    assert fingerprint_bytes(first) == fingerprint_bytes(torch.zeros(100, dtype=torch.bfloat16))
+    assert fingerprint_bytes(first) != fingerprint_bytes(second)
 
 
-def test_a_measurement_needs_no_more_than_its_cpus() -> None:
+def test_pinned_measurement_uses_one_cpu() -> None:
     before = os.sched_getaffinity(0)
     try:
-        from flagscale.bench.collectives.devices import pin
+        from flagscale.bench.collectives.devices import pin_to_cpu
 
-        pin(1)
+        pin_to_cpu(1)
         assert len(os.sched_getaffinity(0)) == 1
     finally:
         os.sched_setaffinity(0, before)

@@ -1,4 +1,4 @@
-"""How ranks learn who they are, and the command lines that start them elsewhere."""
+"""Tests of launcher detection, and of the command lines that start ranks on other hosts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from support.bench_lines import parse_spec
 
-from flagscale.bench.collectives.cli import Bench, main, read_specs
+from flagscale.bench.collectives.cli import CollectivesCommand, main, read_specs
 from flagscale.bench.collectives.spec import Batch
 from flagscale.bench.files import UnreadableFileError
-from flagscale.bench.host import Order, PreparedHost, look_up
-from flagscale.bench.rank import JOB_VARIABLE, Job
-from flagscale.bench.spawn import RankRange
 from flagscale.bench.starters import mpirun, slurm, ssh
-from flagscale.bench.world import BenchWorld, detect
+from flagscale.bench.starters.host import HostTask, PreparedHost, resolve_addresses
+from flagscale.bench.starters.local import RankRange
+from flagscale.bench.world import BenchWorld, detect_world
 from flagscale.errors import ConfigError, UnreachableError
+from flagscale.hosts.workers.task import TASK_VARIABLE, WorkerTask
 from flagscale.records import decode, encode
 
 _OMPI = {
@@ -58,19 +58,19 @@ _SLURM = {
     ],
     ids=["none", "batch-script", "torchrun", "openmpi", "mpich", "srun", "mpi-in-slurm", "inner"],
 )
-def test_launchers_are_told_by_their_variables(
+def test_launcher_is_detected_by_its_variables(
     environment: dict[str, str], expected: tuple[Any, ...] | None
 ) -> None:
-    world = detect(environment)
-    found = world and (world.launcher, world.rank, world.size, world.local_rank)
-    assert found == expected
+    world = detect_world(environment)
+    detected = world and (world.launcher, world.rank, world.size, world.local_rank)
+    assert detected == expected
 
 
-def test_meetings_are_of_one_job_alone() -> None:
-    world = detect(_OMPI)
+def test_rendezvous_name_is_unique_to_a_job() -> None:
+    world = detect_world(_OMPI)
     assert world is not None
     assert world.rendezvous == "openmpi-685768705-685768704_0_tcp4_127_0_0_1_53613"
-    step = detect(_SLURM)
+    step = detect_world(_SLURM)
     assert step is not None
     assert (step.address, step.port) == ("gpu03", 20_000 + 77 * 31)
     assert step.rendezvous is None
@@ -84,33 +84,33 @@ def test_meetings_are_of_one_job_alone() -> None:
         ({**_OMPI, "MASTER_ADDR": "a"}, "MASTER_PORT=None is no port"),
     ],
 )
-def test_senseless_variables_are_refused(environment: dict[str, str], message: str) -> None:
+def test_inconsistent_variables_are_rejected(environment: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        detect(environment)
+        detect_world(environment)
 
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [("a", "a"), ("a,b", "a"), ("n[03-05,9],x", "n03"), ("n[7]-ib,x", "n7-ib"), ("", None)],
 )
-def test_the_first_host_of_a_step_is_met(nodes: str, first: str | None) -> None:
-    world = detect({**_SLURM, "SLURM_STEP_NODELIST": nodes})
+def test_first_host_of_a_step_is_the_rendezvous(nodes: str, first: str | None) -> None:
+    world = detect_world({**_SLURM, "SLURM_STEP_NODELIST": nodes})
     assert world is not None
     assert world.address == first
 
 
-def _place(line: str) -> Any:
+def _parse_placement(line: str) -> Any:
     return parse_spec(line.split()).placement
 
 
-def _job(*words: str) -> Job:
-    return Job.of(Bench.run, Batch(tuple(read_specs(words or ["allr"]))))
+def _task(*words: str) -> WorkerTask:
+    return WorkerTask.of(CollectivesCommand.run, Batch(tuple(read_specs(words or ["allr"]))))
 
 
-def test_mpirun_lines() -> None:
-    place = _place("allr -r 4 --hosts a b --mpi-log-dir /logs")
+def test_mpirun_command_lines() -> None:
+    placement = _parse_placement("allr -r 4 --hosts a b --mpi-log-dir /logs")
     program = ["python", "x"]
-    assert mpirun.mpirun_argv(place, program, open_mpi=True, names=["A", "B"]) == (
+    assert mpirun.mpirun_argv(placement, program, open_mpi=True, names=["A", "B"]) == (
         [
             "mpirun",
             "-np",
@@ -127,7 +127,7 @@ def test_mpirun_lines() -> None:
             "x",
         ]
     )
-    assert mpirun.mpirun_argv(place, program, open_mpi=False, names=["A", "B"]) == [
+    assert mpirun.mpirun_argv(placement, program, open_mpi=False, names=["A", "B"]) == [
         "mpirun",
         "-np",
         "4",
@@ -142,14 +142,14 @@ def test_mpirun_lines() -> None:
     ]
 
 
-def test_srun_lines(tmp_path: Path) -> None:
+def test_srun_command_lines(tmp_path: Path) -> None:
     shape = ["--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--cpus-per-task=4"]
-    place = _place("allr -r 4 -N 2 -S -u 8 --slurm-wait 90 --mpi-log-dir /logs")
-    assert slurm.salloc_argv(place) == [
+    placement = _parse_placement("allr -r 4 -N 2 -S -u 8 --slurm-wait 90 --mpi-log-dir /logs")
+    assert slurm.salloc_argv(placement) == [
         *("salloc", "--no-shell", "--job-name=flagscale-bench", "--immediate=90"),
         *shape,
     ]
-    assert slurm.srun_argv(place, "9", ["x", "y z"]) == [
+    assert slurm.srun_argv(placement, "9", ["x", "y z"]) == [
         *("srun", "--jobid=9", "--overlap", *shape, "--kill-on-bad-exit=0", "--wait=30"),
         *("--output=/logs/rank_%t.log", "x", "y z"),
     ]
@@ -161,7 +161,7 @@ def test_srun_lines(tmp_path: Path) -> None:
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1"} < set(line)
 
 
-def test_slurm_asks_for_a_readable_setup_and_a_number_of_ranks(tmp_path: Path) -> None:
+def test_slurm_requires_a_short_setup_script_and_its_programs(tmp_path: Path) -> None:
     script = tmp_path / "setup.sh"
     script.write_text("#" * 200_000)
     programs = tmp_path / "bin"
@@ -171,60 +171,62 @@ def test_slurm_asks_for_a_readable_setup_and_a_number_of_ranks(tmp_path: Path) -
     options = ["allr", "-r", "2", "-S", "--slurm-setup-script", str(script)]
     path = {"PATH": str(programs)}
     with pytest.raises(ConfigError, match="longer than 102400 bytes"):
-        slurm.run_in_slurm(parse_spec(options).placement, _job(), path)
+        slurm.run_in_slurm(parse_spec(options).placement, _task(), path)
     with pytest.raises(UnreachableError, match="srun, salloc, squeue, scancel is not installed"):
-        slurm.run_in_slurm(_place("allr -S -r 2"), _job(), {"PATH": "/nowhere"})
+        slurm.run_in_slurm(_parse_placement("allr -S -r 2"), _task(), {"PATH": "/nowhere"})
 
 
-def test_slurm_is_not_asked_without_a_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_requires_a_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["allr", "-S"]) == 2
     assert "error: the number of ranks is missing" in capsys.readouterr().err
 
 
-def test_an_absent_mpirun_is_named() -> None:
+def test_missing_mpirun_is_reported() -> None:
     words = ["allr", "-r", "2", "--hosts", "a"]
     with pytest.raises(UnreachableError, match="mpirun is not installed") as error:
-        mpirun.starter_argv(parse_spec(words).placement, _job(*words), {"PATH": "/nowhere"})
+        mpirun.build_starter(parse_spec(words).placement, _task(*words), {"PATH": "/nowhere"})
     assert error.value.exit_code == 3
 
 
-def test_a_world_of_one_host_knows_it() -> None:
+def test_world_of_one_host_is_detected() -> None:
     assert BenchWorld("local", 0, 2, 0, 2).one_host
     assert not BenchWorld("MPICH", 0, 4, 0, 2).one_host
 
 
-def test_hosts_of_a_line_and_of_files(tmp_path: Path) -> None:
-    place = _place("allr -r 4 --hosts n[1-3] x")
-    assert [host.name for host in place.hosts] == ["n1", "n2", "n3", "x"]
-    assert place.per_host == (1, 1, 1, 1)
-    assert place.starter == "ssh"
-    assert [host.name for host in _place("allr -r 2 --hosts a,b").hosts] == ["a", "b"]
-    assert [host.name for host in _place("-r 2 --hosts a b allr").hosts] == ["a", "b"]
-    several = _place("-r 3 -s n[1,3] --hosts x allr,allg -n 1").hosts
+def test_hosts_from_flags_and_files(tmp_path: Path) -> None:
+    placement = _parse_placement("allr -r 4 --hosts n[1-3] x")
+    assert [host.name for host in placement.hosts] == ["n1", "n2", "n3", "x"]
+    assert placement.per_host == (1, 1, 1, 1)
+    assert placement.starter == "ssh"
+    assert [host.name for host in _parse_placement("allr -r 2 --hosts a,b").hosts] == ["a", "b"]
+    assert [host.name for host in _parse_placement("-r 2 --hosts a b allr").hosts] == ["a", "b"]
+    several = _parse_placement("-r 3 -s n[1,3] --hosts x allr,allg -n 1").hosts
     assert [host.name for host in several] == ["n1", "n3", "x"]
     plain, slots = tmp_path / "plain", tmp_path / "slots"
     plain.write_text("# two\na\n\n b # the other\n")
     slots.write_text("a slots=3 user=me port=2222\nb slots=1 addr=10.0.0.2\n")
-    assert _place(f"allr -r 2 --hosts-file {plain}").per_host == (1, 1)
-    unequal = _place(f"allr --hosts-file {slots}")
+    assert _parse_placement(f"allr -r 2 --hosts-file {plain}").per_host == (1, 1)
+    unequal = _parse_placement(f"allr --hosts-file {slots}")
     assert (unequal.workers, unequal.nodes, unequal.per_host) == (4, 2, (3, 1))
     assert (unequal.hosts[0].user, unequal.hosts[0].port) == ("me", 2222)
-    assert _place(f"allr -r 2 --hosts-file {slots}").per_host == (1, 1)
-    # As mpirun's lines have them.
-    counted = _place("allr -np 4 -hosts 10.0.0.1:1,10.0.0.2:3")
+    assert _parse_placement(f"allr -r 2 --hosts-file {slots}").per_host == (1, 1)
+    # In the syntax of mpirun's -hosts.
+    counted = _parse_placement("allr -np 4 -hosts 10.0.0.1:1,10.0.0.2:3")
     assert [host.name for host in counted.hosts] == ["10.0.0.1", "10.0.0.2"]
     assert counted.per_host == (1, 3)
-    assert [host.name for host in _place("allr -r 1 --hosts fe80::1").hosts] == ["fe80::1"]
+    assert [host.name for host in _parse_placement("allr -r 1 --hosts fe80::1").hosts] == [
+        "fe80::1"
+    ]
 
 
-def test_each_host_has_an_environment_of_its_own() -> None:
+def test_environment_variables_can_be_set_per_host() -> None:
     words = (
         "--env b:CUDA_VISIBLE_DEVICES=3 --env CUDA_VISIBLE_DEVICES=1 --env LD_LIBRARY_PATH=/a:/b"
     )
-    place = _place(f"allr -r 2 --hosts a b {words}")
+    placement = _parse_placement(f"allr -r 2 --hosts a b {words}")
     common = {"CUDA_VISIBLE_DEVICES": "1", "LD_LIBRARY_PATH": "/a:/b"}
-    assert ssh.variables_of(place, 0) == common
-    assert ssh.variables_of(place, 1) == {**common, "CUDA_VISIBLE_DEVICES": "3"}
+    assert ssh.host_variables(placement, 0) == common
+    assert ssh.host_variables(placement, 1) == {**common, "CUDA_VISIBLE_DEVICES": "3"}
 
 
 @pytest.mark.parametrize(
@@ -248,17 +250,17 @@ def test_each_host_has_an_environment_of_its_own() -> None:
         ("-r 1 --hosts", "--hosts: expected at least one argument"),
     ],
 )
-def test_hosts_that_make_no_sense_are_refused(tmp_path: Path, line: str, message: str) -> None:
+def test_invalid_hosts_are_rejected(tmp_path: Path, line: str, message: str) -> None:
     file = tmp_path / "hostfile"
     file.write_text("a slots=3\nb slots=1\n")
     empty = tmp_path / "empty"
     empty.write_text("\n# nobody\n")
     with pytest.raises(ConfigError, match=message):
-        _place(f"allr {line.format(file=file, empty=empty)}")
+        _parse_placement(f"allr {line.format(file=file, empty=empty)}")
 
 
-def test_a_job_is_what_the_line_says(tmp_path: Path) -> None:
-    """Whatever a line can hold, ranks get as it was read: nothing is parsed again."""
+def test_task_contains_the_parsed_command_line(tmp_path: Path) -> None:
+    """Ranks receive the parsed options, and do not parse the command line again."""
     pairs, counts = tmp_path / "pairs.json", tmp_path / "counts.json"
     pairs.write_text('{"src_target_pairs": [[[0, 1]]]}')
     counts.write_text(
@@ -280,7 +282,7 @@ def test_a_job_is_what_the_line_says(tmp_path: Path) -> None:
     )
     line = ["--batch", str(batch), "-r", "2", "--comm", "socket_ifname=é\n'", "--seed", "7"]
     line += ["--hosts", "n[1-2]", "-T", "1e9"]
-    plan = decode(Batch, _job(*line).plan)
+    plan = decode(Batch, _task(*line).argument)
     assert plan == Batch(tuple(read_specs(line)))
     assert plan.specs[0].groups.pairs == ((0, 1),)
     assert plan.specs[2].comparison.baseline is not None
@@ -289,11 +291,11 @@ def test_a_job_is_what_the_line_says(tmp_path: Path) -> None:
     ]
 
 
-def test_files_that_ranks_write_are_carried_to_hosts_and_back(tmp_path: Path) -> None:
+def test_output_files_are_relocated_on_hosts(tmp_path: Path) -> None:
     batch = tmp_path / "b.txt"
     batch.write_text("allr -J 'my $HOME.json' # said\n\npermute --dump-dir bad --json out.json\n")
     plan = Batch(tuple(read_specs(["--batch", str(batch), "-r", "2", "--json", "out.json"])))
-    moved, files = ssh.carried(plan, "/d")
+    moved, files = ssh.relocate_plan(plan, "/d")
     here = Path.cwd()
     assert files == {
         "1/bench-failures": here / "bench-failures",
@@ -305,79 +307,84 @@ def test_files_that_ranks_write_are_carried_to_hosts_and_back(tmp_path: Path) ->
         Path("/d/2/my $HOME.json"),
         Path("/d/4/out.json"),
     ]
-    # What messages call the directory of dumps is the user's.
+    # Messages show the user's directory of dumps.
     assert moved.specs[1].check.dump == Path("/d/3/bad")
     assert moved.specs[1].check.dump_shown == here / "bad"
     assert moved.specs[1].placement == plan.specs[1].placement
 
 
-def test_of_what_a_host_sends_only_what_was_asked_for_is_taken(tmp_path: Path) -> None:
+def test_only_requested_files_are_unpacked(tmp_path: Path) -> None:
     archive = io.BytesIO()
     names = ("./1/x.json", "2/dumps/case/rank_0.pt", "1/.x.json.abc", "2/dumps/../../../evil")
-    with tarfile.open(fileobj=archive, mode="w") as made:
+    with tarfile.open(fileobj=archive, mode="w") as tar:
         for name in (*names, "/1/x.json"):
             member = tarfile.TarInfo(name)
             member.size = len(name)
-            made.addfile(member, io.BytesIO(name.encode()))
+            tar.addfile(member, io.BytesIO(name.encode()))
         link = tarfile.TarInfo("2/dumps/link")
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-        made.addfile(link)
+        tar.addfile(link)
     archive.seek(0)
-    own, dumps = tmp_path / "own" / "kept.json", tmp_path / "own" / "dumps"
-    own.parent.mkdir()
-    own.write_text("old")
-    ssh.unpack(archive, {"1/x.json": own, "2/dumps": dumps})
-    found = {
+    json_file, dumps = tmp_path / "own" / "kept.json", tmp_path / "own" / "dumps"
+    json_file.parent.mkdir()
+    json_file.write_text("old")
+    ssh.unpack(archive, {"1/x.json": json_file, "2/dumps": dumps})
+    files = {
         str(p.relative_to(tmp_path)): p.read_text() for p in tmp_path.rglob("*") if p.is_file()
     }
-    assert found == {
+    assert files == {
         "own/kept.json": "./1/x.json",
         "own/dumps/case/rank_0.pt": "2/dumps/case/rank_0.pt",
     }
 
 
-def test_a_job_goes_through_a_launcher_as_a_variable() -> None:
-    job = _job("allr", "-d", "fp32")
-    (packed,) = job.variable().values()
-    assert list(job.variable()) == [JOB_VARIABLE]
+def test_task_fits_an_environment_variable() -> None:
+    task = _task("allr", "-d", "fp32")
+    (packed,) = task.to_environment().values()
+    assert list(task.to_environment()) == [TASK_VARIABLE]
     assert packed.isascii()
-    assert decode(Job, zlib.decompress(base64.b64decode(packed))) == job
+    assert decode(WorkerTask, zlib.decompress(base64.b64decode(packed))) == task
     many = replace(
-        job, plan="".join(chr(97 + i * i % 7919 % 26) + str(i * i) for i in range(90000))
+        task, argument="".join(chr(97 + i * i % 7919 % 26) + str(i * i) for i in range(90000))
     )
     with pytest.raises(ConfigError, match="and mpirun and Slurm hand on"):
-        many.variable()
+        many.to_environment()
 
 
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"specs": 3}', '{"specs": [{"no_such": 1}]}', '{"specs": [[1]]}']
 )
-def test_a_job_of_another_version_is_a_message(text: str) -> None:
+def test_task_of_another_version_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="is no Batch"):
         decode(Batch, text)
 
 
-def test_a_file_that_one_host_lacks_is_told_apart(tmp_path: Path) -> None:
+def test_file_missing_on_a_host_raises_unreadable_file_error(tmp_path: Path) -> None:
     with pytest.raises(UnreadableFileError):
         parse_spec(["permute", "--custom-src-target-pairs", str(tmp_path / "x.json")])
     line = ["allr", "--baseline", "/no.json", "--json", "/no/x", "--import", "/no.txt"]
     with pytest.raises(ConfigError):
         parse_spec(line)
-    # Ranks that keep nothing need not have the files.
+    # Ranks that write no results do not need the files.
     assert parse_spec(line, keeps=False).output.json is None
 
 
-def test_ranks_over_ssh_know_where_rank_0_is() -> None:
+def test_ssh_ranks_have_the_rendezvous_address() -> None:
     environment = {"FLAGSCALE_BENCH_STARTER": "SSH", "RANK": "2", "WORLD_SIZE": "3"}
-    place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
-    world = detect({**environment, **place})
+    rank_variables = {
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "7",
+    }
+    world = detect_world({**environment, **rank_variables})
     assert world == BenchWorld("SSH", 2, 3, 0, 1, address="a", port=7)
 
 
-def test_an_order_survives_its_way() -> None:
+def test_host_task_round_trips_through_json() -> None:
     ranks = RankRange(3, 5, "a", 7)
-    order = Order(_job(), 2, ranks, {"NCCL_A": "é\n'"}, "/d", "/s", ("1/x",), logs=True)
-    assert decode(Order, encode(order)) == order
+    host_task = HostTask(_task(), 2, ranks, {"NCCL_A": "é\n'"}, "/d", "/s", ("1/x",), logs=True)
+    assert decode(HostTask, encode(host_task)) == host_task
 
 
 _CONFIG = "Host alias\n  HostName 10.0.0.7\n"
@@ -394,52 +401,56 @@ _CONFIG = "Host alias\n  HostName 10.0.0.7\n"
     ],
     ids=["alias", "name", "given", "alone", "addr"],
 )
-def test_where_ranks_may_meet(tmp_path: Path, line: str, expected: tuple[str, ...]) -> None:
+def test_rendezvous_candidates(tmp_path: Path, line: str, expected: tuple[str, ...]) -> None:
     config, hosts = tmp_path / "config", tmp_path / "hosts"
     config.write_text(_CONFIG)
     hosts.write_text("alias slots=1 addr=10.1.1.1\nb slots=1\n")
     ranks = "" if "-file" in line else "-r 2"
-    place = _place(f"allr {ranks} --ssh-config {config} {line.format(hosts=hosts)}")
-    assert ssh.candidates(place) == expected
+    placement = _parse_placement(f"allr {ranks} --ssh-config {config} {line.format(hosts=hosts)}")
+    assert ssh.rendezvous_candidates(placement) == expected
 
 
-def _prepared(machine: str, **known: bool) -> PreparedHost:
-    return PreparedHost(1, "/tmp/x", machine, 1, known)
+def _prepared_host(machine: str, **addresses: bool) -> PreparedHost:
+    return PreparedHost(1, "/tmp/x", machine, 1, addresses)
 
 
 @pytest.mark.parametrize(
     ("hosts", "expected"),
     [
-        ([_prepared("x", a=True, b=True), _prepared("y", a=True, b=True)], "a"),
-        ([_prepared("x", b=True), _prepared("y", a=True, b=True)], "b"),
-        ([_prepared("x", a=False), _prepared("y", a=True)], "a"),
-        ([_prepared("x", a=False), _prepared("x", a=False)], "a"),
+        ([_prepared_host("x", a=True, b=True), _prepared_host("y", a=True, b=True)], "a"),
+        ([_prepared_host("x", b=True), _prepared_host("y", a=True, b=True)], "b"),
+        ([_prepared_host("x", a=False), _prepared_host("y", a=True)], "a"),
+        ([_prepared_host("x", a=False), _prepared_host("x", a=False)], "a"),
     ],
     ids=["first", "alias", "own-name-is-loopback", "one-machine-twice"],
 )
-def test_ranks_meet_where_every_host_finds_the_first(
+def test_rendezvous_address_resolves_on_every_host(
     hosts: list[PreparedHost], expected: str
 ) -> None:
-    assert ssh.agreed(("a", "b"), hosts, ["h1", "h2"]) == expected
+    assert ssh.choose_address(("a", "b"), hosts, ["h1", "h2"]) == expected
 
 
-def test_hosts_that_cannot_meet_are_told_why() -> None:
-    hosts = [_prepared("x", b=False), _prepared("y", b=False), _prepared("z", a=True)]
-    with pytest.raises(UnreachableError) as caught:
-        ssh.agreed(("a", "b"), hosts, ["h1", "h2", "h3"])
-    assert caught.value.message == (
+def test_missing_common_address_is_reported() -> None:
+    hosts = [
+        _prepared_host("x", b=False),
+        _prepared_host("y", b=False),
+        _prepared_host("z", a=True),
+    ]
+    with pytest.raises(UnreachableError) as error_info:
+        ssh.choose_address(("a", "b"), hosts, ["h1", "h2", "h3"])
+    assert error_info.value.message == (
         "nothing was measured: the ranks cannot meet on h1: a means nothing on h[1-2]; "
         "b means nothing on h3; b is h2 itself on h2"
     )
-    assert "--data-collector-host" in (caught.value.hint or "")
+    assert "--data-collector-host" in (error_info.value.hint or "")
 
 
-def test_a_host_tells_which_addresses_it_knows() -> None:
-    asked = ("no-such-name.invalid", "", "127.0.0.1", "::1", "192.0.2.1", "a" * 300)
-    assert look_up(asked[2:5]) == {"127.0.0.1": False, "::1": False, "192.0.2.1": True}
-    assert not {asked[0], asked[5]} & {*look_up(asked)}
+def test_resolved_addresses_are_marked_as_loopback_or_not() -> None:
+    names = ("no-such-name.invalid", "", "127.0.0.1", "::1", "192.0.2.1", "a" * 300)
+    assert resolve_addresses(names[2:5]) == {"127.0.0.1": False, "::1": False, "192.0.2.1": True}
+    assert not {names[0], names[5]} & {*resolve_addresses(names)}
 
 
-def test_mpirun_is_told_an_address_that_this_machine_knows() -> None:
-    assert ssh.known_here(("no-such-name.invalid", "192.0.2.1")) == "192.0.2.1"
-    assert ssh.known_here(("no-such-name.invalid",)) == "no-such-name.invalid"
+def test_mpirun_receives_a_resolvable_address() -> None:
+    assert ssh.first_resolvable(("no-such-name.invalid", "192.0.2.1")) == "192.0.2.1"
+    assert ssh.first_resolvable(("no-such-name.invalid",)) == "no-such-name.invalid"

@@ -1,4 +1,4 @@
-"""``--comm`` of the benchmark's commands."""
+"""Tests of ``--comm``, the backend options of the benchmark's commands."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_options_reach_their_backends(line: str, expected: dict[str, Any]) -> No
         ("allr --backend mpi --comm x=1", "it has none"),
     ],
 )
-def test_mistakes_name_flag_and_option(line: str, message: str) -> None:
+def test_errors_name_flag_and_option(line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_spec(line.split())
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         parse_spec(["allr", "--backend", "fsccl", "--comm", "a=1", "b=2"])
     assert [p.key for p in error.value.problems] == ["--comm a", "--comm b"]
@@ -77,7 +77,9 @@ def test_all_mistakes_are_told_at_once() -> None:
     ],
     ids=["options", "ranks", "several"],
 )
-def test_lines_of_a_batch_share_their_processes(tmp_path: Path, lines: str, message: str) -> None:
+def test_lines_of_a_batch_must_share_process_options(
+    tmp_path: Path, lines: str, message: str
+) -> None:
     file = tmp_path / "batch.txt"
     file.write_text(lines)
     for flag in (["--batch", str(file)], [f"--batch={file}"]):

@@ -1,3 +1,5 @@
+"""Tests of groups, pairs and counts that are read from files or derived from options."""
+
 from __future__ import annotations
 
 import json
@@ -21,21 +23,21 @@ GUIDE = {
 }
 
 
-def _file(directory: Path, value: Any) -> Path:
+def _write_file(directory: Path, value: Any) -> Path:
     path = directory / "a $file 'with' ünïcode.json"
     path.write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
     return path
 
 
-def test_a_dimension_makes_groups_across_hosts() -> None:
+def test_data_parallel_dimension_groups_ranks_across_hosts() -> None:
     groups = patterns.groups_for(8, None, 2)
     assert groups == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert len(patterns.groups_for(128, None, 2)) == 64
 
 
 @pytest.mark.parametrize("value", [{"replica_groups": [[0, 2], [1, 3]]}, [[0, 2], [1, 3]]])
-def test_groups_by_hand(tmp_path: Path, value: Any) -> None:
-    groups = patterns.read_groups(_file(tmp_path, value))
+def test_custom_groups_are_read(tmp_path: Path, value: Any) -> None:
+    groups = patterns.read_groups(_write_file(tmp_path, value))
     assert patterns.groups_for(4, groups, None) == ((0, 2), (1, 3))
 
 
@@ -54,33 +56,33 @@ def test_groups_by_hand(tmp_path: Path, value: Any) -> None:
         ([[0, 1], [2]], "equally large, found 2, 1"),
     ],
 )
-def test_wrong_groups_are_refused(tmp_path: Path, value: Any, message: str) -> None:
+def test_invalid_groups_are_rejected(tmp_path: Path, value: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        patterns.read_groups(_file(tmp_path, value))
+        patterns.read_groups(_write_file(tmp_path, value))
     assert message in str(error.value)
     assert "--custom-replica-group" in str(error.value)
 
 
-def test_groups_beyond_the_world_are_refused() -> None:
+def test_groups_beyond_the_world_are_rejected() -> None:
     with pytest.raises(ConfigError, match="rank 4 does not exist among 4 ranks"):
         patterns.groups_for(4, ((0, 4),), None)
     with pytest.raises(ConfigError, match="does not divide 4"):
         patterns.groups_for(4, None, 3)
 
 
-def test_an_absent_file_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         patterns.read_pairs(tmp_path / "absent.json")
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_guides_pairs(tmp_path: Path, depth: int) -> None:
+def test_pairs_of_the_nccom_guide_are_read(tmp_path: Path, depth: int) -> None:
     pairs = [[0, 1], [1, 0], [2, 3], [3, 2], [4, 4], [5, 5], [6, 6], [7, 7]]
     value = {"src_target_pairs": [pairs] if depth == 2 else pairs}
-    read = patterns.read_pairs(_file(tmp_path, value))
-    assert patterns.pairs_for(8, read) == tuple((a, b) for a, b in pairs)
+    file_pairs = patterns.read_pairs(_write_file(tmp_path, value))
+    assert patterns.pairs_for(8, file_pairs) == tuple((a, b) for a, b in pairs)
     with pytest.raises(ConfigError, match="rank 2 does not exist among 2"):
-        patterns.pairs_for(2, read)
+        patterns.pairs_for(2, file_pairs)
 
 
 @pytest.mark.parametrize(
@@ -93,22 +95,22 @@ def test_the_guides_pairs(tmp_path: Path, depth: int) -> None:
         ([], "expected pairs"),
     ],
 )
-def test_wrong_pairs_are_refused(tmp_path: Path, pairs: Any, message: str) -> None:
+def test_invalid_pairs_are_rejected(tmp_path: Path, pairs: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        patterns.read_pairs(_file(tmp_path, {"src_target_pairs": pairs}))
+        patterns.read_pairs(_write_file(tmp_path, {"src_target_pairs": pairs}))
 
 
-def test_without_pairs_the_ranks_make_a_ring() -> None:
+def test_default_pairs_form_a_ring() -> None:
     assert patterns.pairs_for(3, None) == ((0, 1), (1, 2), (2, 0))
 
 
-def test_the_guides_counts_give_the_guides_size(tmp_path: Path) -> None:
-    read = patterns.read_exchange(_file(tmp_path, {"alltoallv_metadata": [GUIDE]}))
-    exchanges, notes = patterns.exchanges_for(2, read, 2**20, 4)
-    # The guide's line of 1 MB of fp32 says 262152 elements.
+def test_counts_of_the_nccom_guide_are_scaled(tmp_path: Path) -> None:
+    file_exchange = patterns.read_exchange(_write_file(tmp_path, {"alltoallv_metadata": [GUIDE]}))
+    exchanges, notes = patterns.exchanges_for(2, file_exchange, 2**20, 4)
+    # The guide prints 262152 elements for 1 MB of fp32.
     assert sum(exchanges[0].send_counts) == 262152
     assert exchanges[0].send_counts == (87384, 174768)
-    # Its receive counts do not fit what is sent: they follow from it.
+    # Its receive counts do not match the send counts, so they are derived from these.
     assert exchanges[1].recv_counts == (174768, 174768)
     assert len(notes) == 1
 
@@ -122,16 +124,16 @@ def test_the_guides_counts_give_the_guides_size(tmp_path: Path) -> None:
         ({"send_counts": [1.5, 2]}, "send_counts must be a list of whole numbers"),
     ],
 )
-def test_wrong_counts_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_invalid_counts_are_rejected(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        patterns.read_exchange(_file(tmp_path, {"alltoallv_metadata": [{**GUIDE, **change}]}))
+        patterns.read_exchange(_write_file(tmp_path, {"alltoallv_metadata": [{**GUIDE, **change}]}))
 
 
-def test_ranks_that_disagree_are_named() -> None:
-    mine = Exchange((1, 2), (0, 1), (1, 4), (0, 1))
-    other = Exchange((3, 4), (0, 3), (2, 4), (0, 2))
+def test_mismatched_counts_are_reported() -> None:
+    first = Exchange((1, 2), (0, 1), (1, 4), (0, 1))
+    second = Exchange((3, 4), (0, 3), (2, 4), (0, 2))
     with pytest.raises(ConfigError, match="rank 1 sends 3 elements to rank 0, which expects 4"):
-        patterns.exchanges_for(2, (mine, other), 64, 4)
+        patterns.exchanges_for(2, (first, second), 64, 4)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_ranks_that_disagree_are_named() -> None:
         ((Exchange((2, 2), (0, 1), (2, 2), (0, 2)),), "overlap at displacement 1"),
     ],
 )
-def test_counts_that_cannot_run_are_refused(entries: tuple[Exchange, ...], message: str) -> None:
+def test_inconsistent_counts_are_rejected(entries: tuple[Exchange, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         patterns.exchanges_for(2, entries, 64, 4)
 

@@ -1,28 +1,35 @@
-"""The command that measures pipelined schedules: its table, its parameters, and its mistakes."""
+"""Tests of the command that measures pipelined schedules: table, parameters, usage errors."""
 
 from __future__ import annotations
 
 import pytest
 
-from flagscale.bench.collectives.operations import data_type
-from flagscale.bench.pipeline.cli import PipelinePlan, Row, Schedule, heading, line, main
+from flagscale.bench.collectives.operations import find_data_type
+from flagscale.bench.pipeline.cli import (
+    PipelinePlan,
+    PipelineRow,
+    Schedule,
+    format_heading,
+    format_row,
+    main,
+)
 
 
 @pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "FSCCL_ONE_SHOT_BYTES"):
         monkeypatch.delenv(name, raising=False)
 
 
-def plan(schedule: Schedule, unit: str) -> PipelinePlan:
-    return PipelinePlan((schedule,), (1 << 30,), data_type("fp32"), 10, 10, 50, "cpu", unit)
+def make_plan(schedule: Schedule, unit: str) -> PipelinePlan:
+    return PipelinePlan((schedule,), (1 << 30,), find_data_type("fp32"), 10, 10, 50, "cpu", unit)
 
 
-def test_the_table_is_the_published_one() -> None:
-    """Times and bandwidths of eight A100 by the authors of such schedules."""
+def test_table_has_the_published_format() -> None:
+    """Check against times and bandwidths that the authors of the schedules published for 8 A100."""
     schedule = Schedule("all_gather", 4, 262144)
-    row = Row("all_gather", 4, 262144, 1073741824, 4376.92, 3999.74)
-    assert [*heading(schedule, plan(schedule, "GiB"), 8), line(row, "GiB")] == [
+    row = PipelineRow("all_gather", 4, 262144, 1073741824, 4376.92, 3999.74)
+    assert [*format_heading(schedule, make_plan(schedule, "GiB"), 8), format_row(row, "GiB")] == [
         "############################################ Allgather "
         "############################################",
         "nranks=8",
@@ -34,19 +41,19 @@ def test_the_table_is_the_published_one() -> None:
         "          1073741824             4376.92             3999.74              228.47"
         "              250.02",
     ]
-    assert line(row, "GB").split()[3:] == ["245.32", "268.45"]
+    assert format_row(row, "GB").split()[3:] == ["245.32", "268.45"]
 
 
 @pytest.mark.parametrize(
     ("operation", "factor"), [("all_gather", 0.75), ("reduce_scatter", 0.75), ("all_reduce", 1.5)]
 )
 def test_bus_bandwidth(operation: str, factor: float) -> None:
-    assert Row(operation, 1, 1, 10**9, 1e6, 1e6).busbw(4) == pytest.approx(factor)
+    assert PipelineRow(operation, 1, 1, 10**9, 1e6, 1e6).busbw(4) == pytest.approx(factor)
 
 
-def test_other_algorithms_have_no_parameters() -> None:
+def test_heading_without_pipeline_omits_parameters() -> None:
     schedule = Schedule("all_reduce", 0, 32768)
-    assert "k=" not in "".join(heading(schedule, plan(schedule, "GB"), 2))
+    assert "k=" not in "".join(format_heading(schedule, make_plan(schedule, "GB"), 2))
     assert schedule.label == "all_reduce without a pipeline"
 
 
@@ -76,14 +83,14 @@ def test_other_algorithms_have_no_parameters() -> None:
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else None,
 )
-def test_mistakes_are_named(
+def test_usage_errors_name_the_flag(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_wrong_variable_is_named(
+def test_invalid_variable_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FSCCL_ONE_SHOT_BYTES", "32K")
@@ -91,11 +98,11 @@ def test_a_wrong_variable_is_named(
     assert "FSCCL_ONE_SHOT_BYTES '32K'; expected a whole number" in capsys.readouterr().err
 
 
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
+def test_help_has_examples_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
         main(["--help"])
-    said = capsys.readouterr().out
-    assert end.value.code == 0
-    assert "in sends of nelem_per_send elements" in said
-    assert "pipeline.py -r 8 --sizes 1G --bw-unit GiB" in said
-    assert "exit codes: 0 ok, 1 a result is wrong" in said
+    help_text = capsys.readouterr().out
+    assert exit_info.value.code == 0
+    assert "in sends of nelem_per_send elements" in help_text
+    assert "flagscale bench pipeline -r 8 --sizes 1G --bw-unit GiB" in help_text
+    assert "exit codes: 0 ok, 1 a result is wrong" in help_text

@@ -1,4 +1,4 @@
-"""Figures that cannot be drawn are refused before anything is measured."""
+"""Tests that a missing matplotlib is reported before anything is measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flagscale.bench.pipeline.cli import main as pipeline
 
 
 @pytest.mark.parametrize(
-    ("main", "line", "what"),
+    ("main", "line", "option"),
     [
         (collectives, "allr -r 2 --plot x.svg", "--plot x.svg"),
         (collectives, "--batch batch.txt -r 2", "--batch batch.txt:1: --plot x.png"),
@@ -27,10 +27,10 @@ from flagscale.bench.pipeline.cli import main as pipeline
     ],
     ids=["plot", "batch", "hosts", "pipeline", "agreement", "import", "nvlink"],
 )
-def test_without_matplotlib_nothing_is_measured(
+def test_missing_matplotlib_is_reported_before_measuring(
     main: Callable[[list[str]], int],
     line: str,
-    what: str,
+    option: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -38,12 +38,12 @@ def test_without_matplotlib_nothing_is_measured(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "batch.txt").write_text("allr --plot x.png\n")
     (tmp_path / "kept.json").write_text("{}")
-    # What importing finds where a package is not installed.
+    # None makes the import fail, as if the package were not installed.
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(line.split()) == 2
     out, err = capsys.readouterr()
     assert (out, err.splitlines()[0]) == (
         "",
-        f"error: {what} needs matplotlib, which is not installed",
+        f"error: {option} needs matplotlib, which is not installed",
     )
     assert "pip install 'flagscale[bench]'" in err

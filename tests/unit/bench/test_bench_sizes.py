@@ -1,10 +1,12 @@
+"""Tests of sizes and sweeps of the benchmark."""
+
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flagscale.bench.collectives.sizes import fit, parse_size, sweep
+from flagscale.bench.collectives.sizes import parse_size, round_to_parts, sweep_sizes
 from flagscale.errors import ConfigError
 from flagscale.report.scale import format_size
 
@@ -31,13 +33,13 @@ def test_sizes_are_binary(text: str, size: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", "x", "-1", "12Q", "1 2", "1e3", "0.3", "1M\n2", "\u0661M", "$(1)"]
 )
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_sizes_are_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a (size|whole number)"):
         parse_size(text)
 
 
 @given(st.integers(0, 2**50))
-def test_a_written_size_is_read_back(size: int) -> None:
+def test_formatted_size_parses_back(size: int) -> None:
     assert parse_size(format_size(size)) == size
 
 
@@ -55,10 +57,10 @@ def test_a_written_size_is_read_back(size: int) -> None:
         (100, 160, None, 1.25, (100, 125, 156)),
     ],
 )
-def test_sweeps(
+def test_sweep_sizes(
     minimum: int, maximum: int, step: int | None, factor: float | None, expected: tuple[int, ...]
 ) -> None:
-    assert sweep(minimum, maximum, step=step, factor=factor) == expected
+    assert sweep_sizes(minimum, maximum, step=step, factor=factor) == expected
 
 
 @pytest.mark.parametrize(
@@ -73,22 +75,22 @@ def test_sweeps(
         ({"minimum": 0, "maximum": 2**40, "step": 1}, "at most"),
     ],
 )
-def test_sweeps_without_an_end_are_refused(arguments: dict[str, int], message: str) -> None:
+def test_invalid_sweeps_are_rejected(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        sweep(**arguments)
+        sweep_sizes(**arguments)
 
 
 @given(st.integers(1, 2**30), st.integers(2, 2**20), st.floats(1.0001, 100))
-def test_a_sweep_ends_and_rises(minimum: int, more: int, factor: float) -> None:
-    sizes = sweep(minimum, minimum + more, factor=factor) if factor > 1.05 else (minimum,)
+def test_sweep_is_finite_and_increasing(minimum: int, extra: int, factor: float) -> None:
+    sizes = sweep_sizes(minimum, minimum + extra, factor=factor) if factor > 1.05 else (minimum,)
     assert sizes[0] == minimum
-    assert sizes[-1] <= minimum + more
+    assert sizes[-1] <= minimum + extra
     assert list(sizes) == sorted(set(sizes))
 
 
 @given(st.integers(0, 2**40), st.sampled_from([1, 2, 4, 8]), st.integers(1, 600))
-def test_a_fitted_size_is_whole_in_every_part(size: int, element: int, parts: int) -> None:
-    fitted = fit(size, element, parts)
-    assert fitted % (element * parts) == 0
-    assert fitted > 0
-    assert fitted <= max(size, element * parts)
+def test_rounded_size_divides_into_parts(size: int, element: int, parts: int) -> None:
+    rounded = round_to_parts(size, element, parts)
+    assert rounded % (element * parts) == 0
+    assert rounded > 0
+    assert rounded <= max(size, element * parts)

@@ -1,4 +1,4 @@
-"""Tables against the guides' own text."""
+"""Tests of tables, statistics and reports, against the text of the tools' guides."""
 
 from __future__ import annotations
 
@@ -10,60 +10,59 @@ from dataclasses import replace
 import pytest
 from support.bench_lines import parse_spec
 
-from flagscale import sample_statistics
-from flagscale.bench.collectives import statistics
-from flagscale.bench.collectives.curves import Curve, Point, curves_of
-from flagscale.bench.collectives.operations import data_type, operation
-from flagscale.bench.collectives.records import Row
+from flagscale.bench import statistics
+from flagscale.bench.collectives.curves import Curve, Point, make_curves
+from flagscale.bench.collectives.operations import find_data_type, find_operation
+from flagscale.bench.collectives.records import ResultRow
 from flagscale.bench.collectives.report import render
-from flagscale.bench.collectives.table import NcclTable, table
+from flagscale.bench.collectives.table import NcclTable, make_table
 
 
-def _row(op: str, ranks: int, size: int, type_: str, time: float, **more: object) -> Row:
-    found, kind = operation(op), data_type(type_)
+def _row(op: str, ranks: int, size: int, type_: str, time: float, **more: object) -> ResultRow:
+    operation, data_type = find_operation(op), find_data_type(type_)
     part = size // ranks
-    row = Row(
-        operation=found.name,
-        type=kind.name,
-        nccl_type=kind.nccl,
-        reduction="sum" if found.reduces else "none",
+    row = ResultRow(
+        operation=operation.name,
+        type=data_type.name,
+        nccl_type=data_type.nccl,
+        reduction="sum" if operation.reduces else "none",
         root=-1,
-        in_place=not found.out_of_place,
+        in_place=not operation.out_of_place,
         backend="gloo",
         ranks=ranks,
         size=size,
-        count=size // kind.bytes,
-        input_bytes=part if found.input == "part" else size,
-        output_bytes=part if found.output == "part" else size,
-        bus_factor=found.bus_factor(ranks),
+        count=size // data_type.bytes,
+        input_bytes=part if operation.input == "part" else size,
+        output_bytes=part if operation.output == "part" else size,
+        bus_factor=operation.bus_factor(ranks),
         time=time,
     )
     return replace(row, **more)  # type: ignore[arg-type]
 
 
-def _print(line: str, rows: list[Row]) -> str:
+def _render_table(line: str, rows: list[ResultRow]) -> str:
     spec = parse_spec(line.split())
-    shown = table(spec, [t.name for t in spec.types], parts=True)
-    lines = shown.head()
+    table = make_table(spec, [t.name for t in spec.types], parts=True)
+    lines = table.head()
     for row in rows:
-        lines += shown.lines([row])
-    return "\n".join([*lines, *shown.foot(rows)])
+        lines += table.lines([row])
+    return "\n".join([*lines, *table.foot(rows)])
 
 
-def _guide(text: str) -> str:
+def _dedent_guide(text: str) -> str:
     return textwrap.dedent(text).strip("\n").replace("<TAB>", "\t")
 
 
-# Times with the digits that the guide's rounding hides, so that its bandwidths come out.
-_JSON = [(1024, 6.186), (8192, 6.547), (65536, 8.17666), (524288, 23.10782)]
+# Times with more digits than the guide prints, chosen to reproduce its bandwidths.
+_ALL_GATHER_TIMES = [(1024, 6.186), (8192, 6.547), (65536, 8.17666), (524288, 23.10782)]
 
 
-def test_the_guides_table_of_an_all_gather() -> None:
-    rows = [_row("allg", 32, size, "fp32", time) for size, time in _JSON]
+def test_nccom_table_of_all_gather() -> None:
+    rows = [_row("allg", 32, size, "fp32", time) for size, time in _ALL_GATHER_TIMES]
     line = "-r 32 --minbytes 1kb --maxbytes 1mb --stepfactor 8 --datatype fp32 --check allg"
     assert (
-        _print(line, rows).splitlines()[:-1]
-        == _guide(
+        _render_table(line, rows).splitlines()[:-1]
+        == _dedent_guide(
             """
         size(B)    count(elems)    type    time:avg(us)    algbw(GB/s)    busbw(GB/s)
            1024             256    fp32            6.19           0.17           0.16
@@ -75,7 +74,7 @@ def test_the_guides_table_of_an_all_gather() -> None:
     )
 
 
-def test_the_guides_table_with_input_and_output_sizes() -> None:
+def test_nccom_table_with_buffer_sizes() -> None:
     times = [(1024, 6.16), (8192, 6.48), (65536, 8.17), (524288, 23.16)]
     rows = [_row("allg", 32, size, "fp32", time) for size, time in times]
     line = (
@@ -83,8 +82,8 @@ def test_the_guides_table_with_input_and_output_sizes() -> None:
         "--show-input-output-size"
     )
     assert (
-        _print(line, rows).splitlines()[:3]
-        == _guide(
+        _render_table(line, rows).splitlines()[:3]
+        == _dedent_guide(
             """
 size(B)    count(elems)    total_input_size(B)    total_output_size(B)    type    time:avg(us)    algbw(GB/s)    busbw(GB/s)
    1024             256                     32                    1024    fp32            6.16           0.17           0.16
@@ -94,7 +93,7 @@ size(B)    count(elems)    total_input_size(B)    total_output_size(B)    type  
     )
 
 
-def test_the_guides_table_with_percentiles() -> None:
+def test_nccom_table_with_percentiles() -> None:
     times = {1024: (10.0, 10, 10, 11, 12), 524288: (14.83, 14, 15, 16, 17)}
     names = ("p25", "p50", "p90", "p99")
     rows = [
@@ -106,8 +105,8 @@ def test_the_guides_table_with_percentiles() -> None:
     ]
     line = "-r 8 -b 1kb -e 1mb -f 8 -d fp32 --stats avg p25 p50 p90 p99 --iters 1000 allg"
     assert (
-        _print(line, rows).splitlines()[:3]
-        == _guide(
+        _render_table(line, rows).splitlines()[:3]
+        == _dedent_guide(
             """
 size(B)    count(elems)    type    time:avg(us)    time:p25(us)    time:p50(us)    time:p90(us)    time:p99(us)    algbw(GB/s)    busbw(GB/s)
    1024             256    fp32            10.0              10              10              11              12           0.10           0.09
@@ -117,15 +116,15 @@ size(B)    count(elems)    type    time:avg(us)    time:p25(us)    time:p50(us) 
     )
 
 
-def test_the_guides_table_with_algorithms() -> None:
+def test_nccom_table_with_algorithms() -> None:
     rows = [
         _row("allr", 16, 4, "fp32", 299.91, algorithm="mesh"),
         _row("allr", 16, 536870912, "fp32", 9689.51, algorithm="kangaring"),
     ]
     line = "-r 16 allr -b 512mb -e 512mb -d fp32 --show-algorithm"
     assert (
-        _print(line, rows).splitlines()[:3]
-        == _guide(
+        _render_table(line, rows).splitlines()[:3]
+        == _dedent_guide(
             """
   size(B)    count(elems)    type    time:avg(us)    algbw(GB/s)    busbw(GB/s)    algorithm
         4               1    fp32          299.91           0.00           0.00         mesh
@@ -135,9 +134,9 @@ def test_the_guides_table_with_algorithms() -> None:
     )
 
 
-def test_the_guides_foot_and_wide_columns() -> None:
+def test_nccom_footer_and_wide_columns() -> None:
     rows = [_row("permute", 8, 33554432, "uint8", 894.237)]
-    assert _print("-r 8 permute", rows) == _guide(
+    assert _render_table("-r 8 permute", rows) == _dedent_guide(
         """
          size(B)    count(elems)     type    time:avg(us)    algbw(GB/s)    busbw(GB/s)
         33554432        33554432    uint8          894.24          37.52          37.52
@@ -146,18 +145,18 @@ def test_the_guides_foot_and_wide_columns() -> None:
     )
 
 
-def test_a_binary_unit_is_named_and_used() -> None:
+def test_bandwidths_in_binary_units() -> None:
     rows = [_row("allr", 2, 33554432, "uint8", 768.0)]
-    said = _print("-r 2 allr --bw-unit GiB", rows)
-    # The guide's first example: 40.69 in units of 2**30.
-    assert "algbw(GiB/s)" in said
-    assert "40.69" in said
-    assert said.endswith("Avg bus bandwidth:\t40.6901GiB/s")
+    text = _render_table("-r 2 allr --bw-unit GiB", rows)
+    # The guide's first example has 40.69, in units of 2**30.
+    assert "algbw(GiB/s)" in text
+    assert "40.69" in text
+    assert text.endswith("Avg bus bandwidth:\t40.6901GiB/s")
 
 
-def test_a_failure_takes_the_place_of_the_numbers() -> None:
+def test_failure_replaces_the_numbers_of_a_row() -> None:
     rows = [_row("allr", 2, 33554432, "uint8", math.nan, failure="Failure on rank 1: broken")]
-    lines = _print("-r 2 allr", rows).splitlines()
+    lines = _render_table("-r 2 allr", rows).splitlines()
     assert lines[1] == "33554432    Failure on rank 1: broken"
     assert lines[-1] == "1 errors found - test failed"
 
@@ -165,8 +164,8 @@ def test_a_failure_takes_the_place_of_the_numbers() -> None:
 def test_nccl_tests_layout() -> None:
     out = _row("allg", 8, 1048576, "fp32", 33.71, wrong=0)
     rows = [out, replace(out, in_place=True, time=12345.6)]
-    shown = NcclTable(parts=True)
-    assert [*shown.head(), *shown.lines(rows), *shown.foot(rows)] == [
+    table = NcclTable(parts=True)
+    assert [*table.head(), *table.lines(rows), *table.foot(rows)] == [
         "#",
         "#                                                              out-of-place"
         "                       in-place          ",
@@ -182,7 +181,7 @@ def test_nccl_tests_layout() -> None:
     ]
 
 
-def test_nccl_tests_layout_without_a_place_or_a_check() -> None:
+def test_nccl_tests_layout_without_out_of_place_or_check() -> None:
     row = _row("allr", 2, 1024, "bf16", 123.456)
     assert NcclTable(parts=False).lines([row]) == [
         "        1024           512  bfloat16     sum      -1      N/A     N/A     N/A    N/A"
@@ -193,7 +192,7 @@ def test_nccl_tests_layout_without_a_place_or_a_check() -> None:
 def test_flagcx_layout() -> None:
     row = _row("allr", 4, 131072, "fp32", 8623.0)
     spec = parse_spec(["allr", "-r", "4", "--format", "flagcx"])
-    assert table(spec, ["fp32"], parts=False).lines([row]) == [
+    assert make_table(spec, ["fp32"], parts=False).lines([row]) == [
         "Comm size: 131072 bytes; Elapsed time: 0.008623 sec; Algo bandwidth: 0.015200 GB/s; "
         "Bus bandwidth: 0.022800 GB/s"
     ]
@@ -218,28 +217,28 @@ def test_flagcx_layout() -> None:
     ],
 )
 def test_bus_factors(op: str, ranks: int, factor: float) -> None:
-    assert operation(op).bus_factor(ranks) == factor
+    assert find_operation(op).bus_factor(ranks) == factor
 
 
 def test_percentiles_interpolate() -> None:
-    assert sample_statistics.percentile([4, 1, 3, 2], 50) == 2.5
-    assert sample_statistics.percentile([1], 99) == 1
-    assert sample_statistics.percentile(list(range(101)), 99) == 99
+    assert statistics.percentile([4, 1, 3, 2], 50) == 2.5
+    assert statistics.percentile([1], 99) == 1
+    assert statistics.percentile(list(range(101)), 99) == 99
 
 
 @pytest.mark.parametrize("name", ["p101", "p", "mean", "p50/", "p50/p99/p1", "", "p5 0"])
-def test_unknown_statistics_are_refused(name: str) -> None:
+def test_unknown_statistics_are_rejected(name: str) -> None:
     assert not statistics.is_statistic(name)
 
 
-def test_a_ratio_of_percentiles() -> None:
-    found = statistics.Statistic("p99/p50")
-    assert found.heading == "p99/p50"
-    assert found.value(0, [1.0, 1.0, 3.0]) == pytest.approx(2.96)
+def test_ratio_of_percentiles() -> None:
+    statistic = statistics.Statistic("p99/p50")
+    assert statistic.heading == "p99/p50"
+    assert statistic.value(0, [1.0, 1.0, 3.0]) == pytest.approx(2.96)
 
 
 @pytest.mark.parametrize(
-    ("names", "samples", "said"),
+    ("names", "samples", "warns"),
     [
         (["p99"], 20, True),
         (["p99"], 100, False),
@@ -247,51 +246,53 @@ def test_a_ratio_of_percentiles() -> None:
         (["p99/p50"], 9, True),
     ],
 )
-def test_few_samples_for_a_high_percentile_are_said(
-    names: list[str], samples: int, said: bool
+def test_few_samples_for_a_high_percentile_warn(
+    names: list[str], samples: int, warns: bool
 ) -> None:
-    assert (statistics.warning(statistics.parse_statistics(names), samples) is not None) is said
+    assert (
+        statistics.warn_about_few_samples(statistics.parse_statistics(names), samples) is not None
+    ) is warns
 
 
-def test_paired_ratio_is_students_interval() -> None:
-    ratio = sample_statistics.paired_ratio([2, 2, 2, 2], [1, 1, 1, 1])
+def test_paired_ratio_uses_student_interval() -> None:
+    ratio = statistics.paired_ratio([2, 2, 2, 2], [1, 1, 1, 1])
     assert (ratio.value, ratio.low, ratio.high) == pytest.approx((2, 2, 2))
-    assert ratio.clear
-    noisy = sample_statistics.paired_ratio([1.0, 1.2, 0.8, 1.1], [1.0, 1.0, 1.0, 1.0])
+    assert ratio.is_significant
+    noisy = statistics.paired_ratio([1.0, 1.2, 0.8, 1.1], [1.0, 1.0, 1.0, 1.0])
     assert noisy.low < 1 < noisy.high
-    assert not noisy.clear
+    assert not noisy.is_significant
     # By hand: logs 0, .1823, -.2231, .0953; mean .01362; s .1741; t(3) 3.182.
     assert noisy.low == pytest.approx(math.exp(0.01362 - 3.182 * 0.17414 / 2), rel=1e-3)
-    assert sample_statistics.paired_ratio([1], [1]).high == math.inf
+    assert statistics.paired_ratio([1], [1]).high == math.inf
 
 
-def test_a_comparison_keeps_its_backends_apart() -> None:
+def test_comparison_table_separates_backends() -> None:
     spec = parse_spec(["allr", "-d", "fp32", "-b", "1K", "-e", "1K", "--compare", "gloo,fsccl"])
-    shown = table(spec, ["fp32"], parts=False, backends=2)
+    table = make_table(spec, ["fp32"], parts=False, backends=2)
     good = _row("all_reduce", 2, 1024, "fp32", 1.024)
     bad = replace(good, backend="fsccl", failure="Failure on rank 1: lost")
-    assert shown.lines([bad])[0].endswith("    fsccl: Failure on rank 1: lost")
-    assert shown.foot([good, bad, replace(good, backend="fsccl", time=0.512)]) == [
+    assert table.lines([bad])[0].endswith("    fsccl: Failure on rank 1: lost")
+    assert table.foot([good, bad, replace(good, backend="fsccl", time=0.512)]) == [
         "Avg bus bandwidth gloo:\t1.0000GB/s",
         "Avg bus bandwidth fsccl:\t2.0000GB/s",
         "1 errors found - test failed",
     ]
 
 
-def _report(rows: list[Row], curves: list[Curve]) -> str:
+def _render_report(rows: list[ResultRow], curves: list[Curve]) -> str:
     about = {"config": {"command": ["allr", "-J", "a <b>.json"]}, "environment": {"date": "2026"}}
     return render(rows, curves, ["head <i>"], about)
 
 
-def test_a_report_has_a_section_an_operation() -> None:
+def test_report_has_a_section_per_operation() -> None:
     rows = [_row("all_reduce", 2, size, "fp32", 2.0, peak_share=0.5) for size in (1024, 4096)] + [
         _row("all_gather", 2, 1024, "fp32", 2.0),
         _row("barrier", 2, 0, "uint8", 3.0),
     ]
     imported = Curve("other", (Point(1024, 1.0, 1.0),), imported=True)
-    page = _report(rows, [*curves_of(rows), imported])
+    page = _render_report(rows, [*make_curves(rows), imported])
     assert re.findall(r"<h2>(.*?)</h2>", page) == ["all_reduce", "all_gather", "barrier"]
-    # A barrier moves nothing that could be drawn.
+    # A barrier moves no data, so it has no curve.
     assert page.count("<svg") == 4
     first = page[page.index("<h2>all_reduce") : page.index("<h2>all_gather")]
     assert "all_reduce fp32 gloo" in first
@@ -299,10 +300,12 @@ def test_a_report_has_a_section_an_operation() -> None:
     assert len(re.findall(r"</i>other <b>", page)) == 4
     assert ">of peak</th>" in first
     assert page.count(">of peak</th>") == 1
-    assert "$ bench.py allr -J &#x27;a &lt;b&gt;.json&#x27;" in page
+    assert "$ flagscale bench collectives allr -J &#x27;a &lt;b&gt;.json&#x27;" in page
 
 
-def test_a_failed_size_takes_its_row_of_the_report() -> None:
+def test_failed_size_is_a_row_of_the_report() -> None:
     good = _row("all_reduce", 2, 1024, "fp32", 2.0, wrong=0)
-    page = _report([good, replace(good, size=4096, failure="Check <failed>")], curves_of([good]))
+    page = _render_report(
+        [good, replace(good, size=4096, failure="Check <failed>")], make_curves([good])
+    )
     assert '<td class="bad" colspan="4">Check &lt;failed&gt;</td></tr>' in page

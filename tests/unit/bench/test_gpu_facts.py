@@ -1,4 +1,4 @@
-"""What tools/bench/gpu.py writes of the GPUs that it ran on."""
+"""Tests of the GPU facts that tools/bench/gpu.py records with its results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import pytest
         ("Unable to determine the device handle for GPU0: Unknown Error\n", {}),
         ("", {}),
     ],
-    ids=["alike", "unlike", "lost", "no-driver"],
+    ids=["identical", "different", "lost", "no-driver"],
 )  # fmt: skip
-def test_what_the_driver_tells(lines: str, expected: dict[str, str]) -> None:
-    assert gpu.told_by_driver(lines) == expected
+def test_output_of_nvidia_smi_is_parsed(lines: str, expected: dict[str, str]) -> None:
+    assert gpu.parse_nvidia_smi(lines) == expected

@@ -1,4 +1,4 @@
-"""What is said of curves of several seeds: tools/bench/precision.py."""
+"""Tests of tools/bench/precision.py, which compares loss curves of several seeds."""
 
 from __future__ import annotations
 
@@ -41,15 +41,16 @@ def curve(name: str, seed: int, loss: float) -> dict[str, Any]:
 
 PAIRED = [
     *(curve("bf16", seed, loss) for seed, loss in ((1, 2.0), (2, 3.0), (3, 4.0))),
-    # 1, 2 and 3 percent more than bf16 of the same seed, though seeds differ by far more.
+    # 1, 2 and 3 percent above bf16 of the same seed; the seeds differ by far more.
     *(curve("fp8", seed, loss) for seed, loss in ((3, 4.12), (1, 2.02), (2, 3.06))),
     curve("e4m3", 1, 1.98),
     curve("rowwise", 9, 2.0),
 ]
 
 
-def test_a_precision_is_compared_with_the_first_of_its_own_seed(precision: Any) -> None:
-    fp8, e4m3 = precision.compared(PAIRED)  # of the seed of rowwise there is nothing to compare
+def test_precision_is_compared_with_the_first_one_per_seed(precision: Any) -> None:
+    # rowwise has no run of bf16 with its seed.
+    fp8, e4m3 = precision.compare_precisions(PAIRED)
     assert (fp8["precision"], fp8["seeds"]) == ("fp8", [3, 1, 2])
     assert fp8["percent"] == pytest.approx(2.0, abs=0.01)
     # Student's quantile of two degrees of freedom, 4.303, times 1 % / sqrt(3).
@@ -63,7 +64,7 @@ def test_a_precision_is_compared_with_the_first_of_its_own_seed(precision: Any) 
 
 
 @pytest.mark.parametrize(
-    ("count", "told"),
+    ("count", "comparison"),
     [
         (1, []),
         (6, ["    +2.00 % from bf16 (-0.46 to +4.51, 3 seeds)"]),
@@ -72,26 +73,28 @@ def test_a_precision_is_compared_with_the_first_of_its_own_seed(precision: Any) 
     ],
     ids=["of-itself", "three-seeds", "one-seed", "no-reference"],
 )
-def test_a_run_is_told_with_what_is_known_by_then(
-    precision: Any, count: int, told: list[str]
+def test_run_description_compares_with_earlier_runs(
+    precision: Any, count: int, comparison: list[str]
 ) -> None:
-    first, *rest = precision.lines(PAIRED[:count])
+    first_line, *comparison_lines = precision.describe_last_run(PAIRED[:count])
     last = PAIRED[count - 1]
-    assert first.startswith(f"{last['precision']}, seed {last['seed']}: validation loss ")
-    assert rest == told
+    assert first_line.startswith(f"{last['precision']}, seed {last['seed']}: validation loss ")
+    assert comparison_lines == comparison
 
 
-def test_a_file_is_gone_on_with(precision: Any, tmp_path: Path) -> None:
+def test_append_continues_an_earlier_file(precision: Any, tmp_path: Path) -> None:
     path = tmp_path / "curves.json"
     options = argparse.Namespace(append=True, output=path)
-    assert precision.kept(options, SETTING) == []
-    precision.write(path, SETTING, PAIRED)
+    assert precision.read_earlier_curves(options, SETTING) == []
+    precision.write_results(path, SETTING, PAIRED)
     assert path.with_suffix(".svg").read_text().count("<svg") == 1
-    assert json.loads(path.read_text())["compared"] == precision.compared(PAIRED)
-    assert precision.kept(options, SETTING) == PAIRED
-    assert precision.kept(argparse.Namespace(append=False, output=path), SETTING) == []
+    assert json.loads(path.read_text())["compared"] == precision.compare_precisions(PAIRED)
+    assert precision.read_earlier_curves(options, SETTING) == PAIRED
+    assert (
+        precision.read_earlier_curves(argparse.Namespace(append=False, output=path), SETTING) == []
+    )
     with pytest.raises(ConfigError, match=r"curves.json is of steps 20, not 30"):
-        precision.kept(options, {**SETTING, "steps": 30})
+        precision.read_earlier_curves(options, {**SETTING, "steps": 30})
 
 
 @pytest.mark.parametrize(
@@ -102,13 +105,13 @@ def test_a_file_is_gone_on_with(precision: Any, tmp_path: Path) -> None:
         ("1", "bf16;fp9", "--precisions: there is no 'fp9'"),
     ],
 )
-def test_what_cannot_be_run(precision: Any, seeds: str, names: str, message: str) -> None:
+def test_invalid_runs_are_rejected(precision: Any, seeds: str, names: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        precision.wanted(argparse.Namespace(seeds=seeds, precisions=names))
+        precision.parse_runs(argparse.Namespace(seeds=seeds, precisions=names))
 
 
-def test_each_seed_is_taken_in_all_precisions(precision: Any) -> None:
+def test_every_seed_runs_in_all_precisions(precision: Any) -> None:
     options = argparse.Namespace(seeds="3,1", precisions="bf16;fp8 rowwise")
-    assert precision.wanted(options) == [
+    assert precision.parse_runs(options) == [
         (3, "bf16"), (3, "fp8 rowwise"), (1, "bf16"), (1, "fp8 rowwise")
     ]  # fmt: skip

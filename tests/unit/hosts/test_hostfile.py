@@ -13,11 +13,11 @@ from flagscale.hosts.hostfile import (
     Host,
     choose_hosts,
     is_this_machine,
-    least,
     parse_hostfile,
     read_hostfile,
+    smallest_limit,
 )
-from flagscale.hosts.names import compress, expand, expand_list, ranges
+from flagscale.hosts.names import compress_consecutive, compress_names, expand_list, expand_pattern
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,14 @@ def test_bad_hostfile(text: str, message: str) -> None:
     assert message in str(raised.value)
 
 
-def test_every_bad_line_is_told() -> None:
+def test_all_bad_lines_are_reported() -> None:
     with pytest.raises(ConfigError) as raised:
         parse_hostfile("a slots=x\nb slots=1\nc", "f")
     assert [problem.where for problem in raised.value.problems] == ["f:1", "f:3"]
 
 
 @given(st.text())
-def test_any_text_is_hosts_or_a_config_error(text: str) -> None:
+def test_any_text_is_parsed_or_rejected(text: str) -> None:
     try:
         hosts = parse_hostfile(text)
     except ConfigError as error:
@@ -99,7 +99,7 @@ def test_missing_hostfile_is_an_error_with_its_path(tmp_path: Path) -> None:
     assert raised.value.exit_code == 2
 
 
-def test_hostfile_that_is_no_text(tmp_path: Path) -> None:
+def test_binary_hostfile_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_bytes(b"\xff\xfe\x00h0")
     with pytest.raises(ConfigError, match="not UTF-8"):
@@ -113,7 +113,7 @@ def test_hostfile_that_is_no_text(tmp_path: Path) -> None:
     [(8, None, 8), (None, 4, 4), (8, 2, 2), (2, 8, 2), (None, None, 1)],
 )
 def test_count_nodes(hostfile: int | None, yaml: int | None, expected: int) -> None:
-    assert least(hostfile, yaml) == expected
+    assert smallest_limit(hostfile, yaml) == expected
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_count_nodes(hostfile: int | None, yaml: int | None, expected: int) -> N
 def test_count_ranks(
     slots: int | None, yaml: int | None, visible: int | None, expected: int
 ) -> None:
-    assert least(slots, yaml, visible) == expected
+    assert smallest_limit(slots, yaml, visible) == expected
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "127.0.0.53", socket.gethostname()])
@@ -192,11 +192,13 @@ def test_of_thousands_of_problems_the_first_are_shown_with_a_count() -> None:
         ("plain", ["plain"]),
     ],
 )
-def test_names_unfold_and_fold(pattern: str, names: list[str]) -> None:
-    assert expand(pattern) == names
-    assert [name for part in _parts(compress(names)) for name in expand(part)] == names
-    assert expand_list(compress(names)) == names
-    assert [name for part in ranges(names) for name in expand(part)] == names
+def test_expand_and_compress(pattern: str, names: list[str]) -> None:
+    assert expand_pattern(pattern) == names
+    assert [
+        name for part in _parts(compress_names(names)) for name in expand_pattern(part)
+    ] == names
+    assert expand_list(compress_names(names)) == names
+    assert [name for part in compress_consecutive(names) for name in expand_pattern(part)] == names
 
 
 @pytest.mark.parametrize(
@@ -218,16 +220,16 @@ def test_names_unfold_and_fold(pattern: str, names: list[str]) -> None:
     ],
 )
 def test_ranges_keep_the_order(names: list[str], expected: list[str]) -> None:
-    assert ranges(names) == expected
-    assert [name for part in expected for name in expand(part)] == names
+    assert compress_consecutive(names) == expected
+    assert [name for part in expected for name in expand_pattern(part)] == names
 
 
 NAMES = st.from_regex(r"[a-z]{1,2}[0-9]{0,3}[a-z]?", fullmatch=True)
 
 
 @given(st.lists(NAMES | st.integers(0, 120).map("n{:02}".format), max_size=20, unique=True))
-def test_any_names_come_back_out_of_ranges(names: list[str]) -> None:
-    assert [name for part in ranges(names) for name in expand(part)] == names
+def test_ranges_round_trip(names: list[str]) -> None:
+    assert [name for part in compress_consecutive(names) for name in expand_pattern(part)] == names
 
 
 def _parts(folded: str) -> list[str]:
@@ -246,15 +248,15 @@ def _parts(folded: str) -> list[str]:
         ([], ""),
     ],
 )
-def test_fold(names: list[str], expected: str) -> None:
-    assert compress(names) == expected
+def test_compress(names: list[str], expected: str) -> None:
+    assert compress_names(names) == expected
 
 
 @given(
     st.lists(st.from_regex(r"[a-z]{1,2}[0-9]{0,3}[a-z]?", fullmatch=True), min_size=1, max_size=20)
 )
-def test_folding_loses_no_name(names: list[str]) -> None:
-    found = [name for part in _parts(compress(names)) for name in expand(part)]
+def test_compress_round_trips(names: list[str]) -> None:
+    found = [name for part in _parts(compress_names(names)) for name in expand_pattern(part)]
     assert sorted(found) == sorted(set(names))
 
 

@@ -1,4 +1,4 @@
-"""This machine as a host: what programs get to see of the launcher, and how they end."""
+"""Tests of the connection to this machine: environment of programs, exit, timeouts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from flagscale.hosts import errors, processes
-from flagscale.hosts.executor import Endpoint, Executor
-from flagscale.hosts.local import LocalExecutor, LocalOpener
+from flagscale.hosts.connection import Endpoint, HostConnection
+from flagscale.hosts.local import LocalConnection, LocalConnectionFactory
 from flagscale.status import RUN_ID_VARIABLE
 
 HOSTILE = "a 'b' \"c\" $d `e` $(f)\n;g ü🦙"
 
 
 @pytest.fixture
-def here() -> LocalExecutor:
-    return LocalOpener({}).open(Endpoint("localhost", "local"))
+def local_connection() -> LocalConnection:
+    return LocalConnectionFactory({}).open(Endpoint("localhost", "local"))
 
 
 @pytest.mark.parametrize(
@@ -35,77 +35,78 @@ def here() -> LocalExecutor:
         pytest.param("", 0, b"", b"", id="empty"),
     ],
 )
-def test_a_script_and_its_end(
-    here: LocalExecutor, script: str, status: int, stdout: bytes, stderr: bytes
+def test_script_results(
+    local_connection: LocalConnection, script: str, status: int, stdout: bytes, stderr: bytes
 ) -> None:
-    done = here.run_script(script)
+    done = local_connection.run_script(script)
     assert (done.exit_status, done.stdout, done.stderr) == (status, stdout, stderr)
 
 
-def test_arguments_and_commands_arrive_as_they_are(here: LocalExecutor) -> None:
-    assert here.run(["printf", "%s|", HOSTILE, ""]).text == f"{HOSTILE}||"
+def test_arguments_are_preserved(local_connection: LocalConnection) -> None:
+    assert local_connection.run(["printf", "%s|", HOSTILE, ""]).text == f"{HOSTILE}||"
     heard: list[bytes] = []
     data = os.urandom(3_000_000)
-    done = here.run(["cat"], stdin=data, on_stdout=heard.append)
+    done = local_connection.run(["cat"], stdin=data, on_stdout=heard.append)
     assert (b"".join(heard), done.stdout, done.exit_status) == (data, b"", 0)
     # It ends without reading its input.
-    assert here.run(["true"], stdin=data).ok
+    assert local_connection.run(["true"], stdin=data).ok
 
 
-def test_nothing_of_a_script_shows_in_the_process_table(here: LocalExecutor) -> None:
-    seen = here.run_script("secret=s3cr3t; tr '\\0' ' ' </proc/$$/cmdline").text
+def test_scripts_are_hidden_from_the_process_table(local_connection: LocalConnection) -> None:
+    seen = local_connection.run_script("secret=s3cr3t; tr '\\0' ' ' </proc/$$/cmdline").text
     assert "bash" in seen
     assert "s3cr3t" not in seen
 
 
-def test_a_program_that_takes_too_long_is_ended(here: LocalExecutor) -> None:
+def test_timeout_ends_a_program(local_connection: LocalConnection) -> None:
     began = time.monotonic()
     with pytest.raises(errors.CommandTimeoutError, match="Its last output: so far"):
-        here.run_script("echo so far; exec sleep 600", timeout=1)
+        local_connection.run_script("echo so far; exec sleep 600", timeout=1)
     assert time.monotonic() - began < 60
 
 
-def test_programs_do_not_pass_for_the_run_that_the_launcher_is_part_of(
-    here: LocalExecutor, monkeypatch: pytest.MonkeyPatch
+def test_programs_do_not_inherit_the_run_identity(
+    local_connection: LocalConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(RUN_ID_VARIABLE, "outer")
     monkeypatch.setenv("KEPT", HOSTILE)
     assert (
-        here.run_script(f'printf %s "${{{RUN_ID_VARIABLE}-none}} $KEPT"').text == f"none {HOSTILE}"
+        local_connection.run_script(f'printf %s "${{{RUN_ID_VARIABLE}-none}} $KEPT"').text
+        == f"none {HOSTILE}"
     )
 
 
-def test_no_bash_is_a_host_that_cannot_be_used(
-    here: LocalExecutor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_missing_bash_is_a_host_error(
+    local_connection: LocalConnection, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(errors.HostError, match="bash cannot be started: No such file"):
-        here.run_script("true")
+        local_connection.run_script("true")
     with pytest.raises(ValueError, match="NUL"):
-        here.run_script("a\0b")
+        local_connection.run_script("a\0b")
 
 
-def test_it_is_an_executor(here: LocalExecutor) -> None:
-    executor: Executor = here
-    assert isinstance(executor, LocalExecutor)
+def test_local_is_a_registered_connection_type(local_connection: LocalConnection) -> None:
+    connection: HostConnection = local_connection
+    assert isinstance(connection, LocalConnection)
 
 
 TIED = """\
 import signal, sys, time
-from flagscale.hosts.local import LocalExecutor
-done, child = LocalExecutor("here").run_tied("echo $$; exec sleep 600 >/dev/null 2>&1")
+from flagscale.hosts.local import LocalConnection
+done, child = LocalConnection("here").run_tied("echo $$; exec sleep 600 >/dev/null 2>&1")
 print(done.text.strip(), child.pid, child.poll(), flush=True)
 time.sleep(600)
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_what_is_tied_ends_with_its_launcher(number: signal.Signals) -> None:
+def test_tied_program_ends_with_its_launcher(number: signal.Signals) -> None:
     launcher = subprocess.Popen([sys.executable, "-c", TIED], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None
     own, pid, code = launcher.stdout.readline().split()
     assert (own, code) == (pid, "None")
-    process = processes.identify(int(pid))
+    process = processes.identify_process(int(pid))
     assert process is not None
     launcher.send_signal(number)
     launcher.communicate()

@@ -17,7 +17,7 @@ RUN = f"20250102-030405-{os.getpid() % 0x1000000:06x}"
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of the run whose command has a space and a parenthesis in its name."""
+    """A process of the run whose command name contains a space and a parenthesis."""
     code = (
         "import ctypes, sys, time; ctypes.CDLL(None).prctl(15, b'a) R (b c', 0, 0, 0);"
         "print(flush=True); time.sleep(600)"
@@ -36,56 +36,56 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_identity(child: subprocess.Popen[bytes]) -> None:
-    process = processes.identify(child.pid)
+    process = processes.identify_process(child.pid)
     assert process is not None
     assert processes.is_alive(process)
-    assert processes.parent(child.pid) == os.getpid()
-    assert processes.belongs(child.pid, RUN)
-    assert not processes.belongs(child.pid, RUN[:-1])
-    assert not processes.belongs(child.pid, RUN + "0")
-    assert processes.environment(child.pid)[b"FLAGSCALE_RUN_ID"] == RUN.encode()
-    assert process in processes.members(RUN)
-    assert process not in processes.members(RUN, exclude=[child.pid])
+    assert processes.parent_pid_of(child.pid) == os.getpid()
+    assert processes.belongs_to_run(child.pid, RUN)
+    assert not processes.belongs_to_run(child.pid, RUN[:-1])
+    assert not processes.belongs_to_run(child.pid, RUN + "0")
+    assert processes.read_environment(child.pid)[b"FLAGSCALE_RUN_ID"] == RUN.encode()
+    assert process in processes.find_run_processes(RUN)
+    assert process not in processes.find_run_processes(RUN, exclude=[child.pid])
 
 
 def test_a_zombie_is_dead(child: subprocess.Popen[bytes]) -> None:
-    process = processes.identify(child.pid)
+    process = processes.identify_process(child.pid)
     assert process is not None
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert not processes.is_alive(process)
-    assert processes.members(RUN) == []
+    assert processes.find_run_processes(RUN) == []
 
 
-def test_a_signal_reaches_only_the_very_process(child: subprocess.Popen[bytes]) -> None:
-    process = processes.identify(child.pid)
+def test_signal_reaches_only_the_identified_process(child: subprocess.Popen[bytes]) -> None:
+    process = processes.identify_process(child.pid)
     assert process is not None
     earlier = Process(process.pid, process.start_ticks - 1)
-    assert not processes.send(earlier, signal.SIGKILL)
-    assert not processes.send(process, signal.SIGKILL, run_id="another run")
+    assert not processes.send_signal(earlier, signal.SIGKILL)
+    assert not processes.send_signal(process, signal.SIGKILL, run_id="another run")
     assert processes.is_alive(process)
-    assert processes.send(process, signal.SIGKILL, run_id=RUN)
+    assert processes.send_signal(process, signal.SIGKILL, run_id=RUN)
     child.wait()
-    assert not processes.send(process, signal.SIGKILL, run_id=RUN)
+    assert not processes.send_signal(process, signal.SIGKILL, run_id=RUN)
 
 
-def test_sweep(child: subprocess.Popen[bytes]) -> None:
-    assert processes.sweep(RUN, 5, exclude=[child.pid]) == processes.Swept()
-    swept = processes.sweep(RUN, 5)
+def test_kill_run_processes(child: subprocess.Popen[bytes]) -> None:
+    assert processes.kill_run_processes(RUN, 5, exclude=[child.pid]) == processes.KilledProcesses()
+    swept = processes.kill_run_processes(RUN, 5)
     assert swept.terminated == (child.pid,)
-    assert swept.killed == swept.left == ()
-    assert processes.sweep(RUN, 5) == processes.Swept()
+    assert swept.killed == swept.survivors == ()
+    assert processes.kill_run_processes(RUN, 5) == processes.KilledProcesses()
 
 
-def test_nobody() -> None:
+def test_unknown_pid() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
-    assert processes.identify(gone.pid) is None
-    assert processes.parent(gone.pid) is None
-    assert processes.environment(gone.pid) == {}
+    assert processes.identify_process(gone.pid) is None
+    assert processes.parent_pid_of(gone.pid) is None
+    assert processes.read_environment(gone.pid) == {}
 
 
 def test_ancestors_end_before_init() -> None:
-    found = processes.ancestors(os.getpid())
+    found = processes.find_ancestors(os.getpid())
     assert 1 not in found
     assert os.getpid() not in found

@@ -1,1 +1,1 @@
-"""What the trials train: six families, of random weights and data made here."""
+"""Models for the training benchmark: six families with random weights and generated data."""

@@ -1,6 +1,6 @@
-"""Language models out of transformers' configurations, with random weights.
+"""Language models from transformers' configurations, with random weights.
 
-Dropout is off: what an arm changes shall be seen in the loss, and nothing else.
+Dropout is off: only what an arm changes may affect the loss.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _llama(words: int, hidden: int, layers: int, inner: int, heads: int, groups:
 
 _TINY = (_TINY_VOCABULARY, 128, 128, 2)
 # RoBERTa's positions begin behind the padding's, at its id + 1.
-_BEHIND = text.PAD + 1
+_ROBERTA_OFFSET = text.PAD + 1
 
 CONFIGURATIONS: Mapping[str, Mapping[Size, Keys]] = {
     "bert": {
@@ -95,9 +95,9 @@ CONFIGURATIONS: Mapping[str, Mapping[Size, Keys]] = {
         "large": _encoder(30522, 512, 1024, 24),
     },
     "roberta": {
-        "tiny": _encoder(_TINY_VOCABULARY, 128 + _BEHIND, 128, 2),
-        "base": {**_encoder(50265, 512 + _BEHIND, 768, 12), "type_vocab_size": 1},
-        "large": {**_encoder(50265, 512 + _BEHIND, 1024, 24), "type_vocab_size": 1},
+        "tiny": _encoder(_TINY_VOCABULARY, 128 + _ROBERTA_OFFSET, 128, 2),
+        "base": {**_encoder(50265, 512 + _ROBERTA_OFFSET, 768, 12), "type_vocab_size": 1},
+        "large": {**_encoder(50265, 512 + _ROBERTA_OFFSET, 1024, 24), "type_vocab_size": 1},
     },
     "bart": {
         "tiny": _bart(*_TINY),
@@ -115,7 +115,7 @@ CONFIGURATIONS: Mapping[str, Mapping[Size, Keys]] = {
         "large": _llama(128256, 2048, 16, 8192, 32, 8),
     },
 }
-"""What each family's configuration has beside its special tokens, by size."""
+"""Configuration of each family by size, without its special tokens."""
 
 _CLASSES = {
     "bert": ("BertConfig", "BertForQuestionAnswering"),
@@ -125,16 +125,16 @@ _CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
 }
 _DATA: Mapping[str, Callable[[text.Corpus, int, int, torch.Generator], text.Batch]] = {
-    "bert": text.spans,
-    "roberta": text.spans,
-    "bart": text.classes,
-    "gpt2": text.next_tokens,
-    "llama": text.next_tokens,
+    "bert": text.draw_spans,
+    "roberta": text.draw_spans,
+    "bart": text.draw_classes,
+    "gpt2": text.draw_next_tokens,
+    "llama": text.draw_next_tokens,
 }
 
 
 class LossOf(nn.Module):
-    """A model of transformers, called with a batch that has labels; its mean loss."""
+    """Wrapper that returns the mean loss of a transformers model for a batch with labels."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -145,9 +145,10 @@ class LossOf(nn.Module):
         return loss
 
 
-def build(family: str, size: Size) -> nn.Module:
-    """A model of this family and size, with weights that torch's generator draws; called with a
-    batch of :func:`data` it gives the loss."""
+def build_language_model(family: str, size: Size) -> nn.Module:
+    """Build a model of a family and size with weights drawn by torch's generator. Called with a
+    batch from :func:`data`, it returns the loss.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
 
@@ -155,11 +156,12 @@ def build(family: str, size: Size) -> nn.Module:
     transformers.logging.set_verbosity_error()
     keys = CONFIGURATIONS[family][size]
     config, model = (getattr(transformers, name) for name in _CLASSES[family])
-    made = config(**keys, **_IDS, use_cache=False)
-    return LossOf(model(made))
+    model_config = config(**keys, **_IDS, use_cache=False)
+    return LossOf(model(model_config))
 
 
-def data(family: str, size: Size) -> Callable[[int, int, torch.Generator], text.Batch]:
-    """What draws a batch of so many sequences of so many tokens."""
-    known = text.corpus(int(CONFIGURATIONS[family][size]["vocab_size"]))
-    return partial(_DATA[family], known)
+def batch_source(family: str, size: Size) -> Callable[[int, int, torch.Generator], text.Batch]:
+    """Return a function (batch, length, generator) that draws a batch for a model of this
+    family."""
+    corpus = text.build_corpus(int(CONFIGURATIONS[family][size]["vocab_size"]))
+    return partial(_DATA[family], corpus)

@@ -1,4 +1,4 @@
-"""Texts to learn from: the source of Python's own library, in words. Nothing is downloaded."""
+"""Training texts: the source code of Python's standard library, as words. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ import torch
 from torch import Tensor
 
 BOS, PAD, EOS, UNKNOWN = range(4)
-"""Ids of special tokens, alike in all models; sequences are full, so padding is only declared."""
+"""Ids of special tokens, the same in all models. Sequences are full, so padding is only declared.
+"""
 SPECIAL = 4
 CLASSES = 8
-"""Modules whose passages are told apart."""
+"""Number of modules whose passages are classified."""
 _QUESTION = 4
 _MODULES = 60
 _LONGEST = 200_000
-"""Characters of a module that are read."""
+"""Characters read of a module."""
 _WORDS = re.compile(r"\w+|[^\w\s]|\n")
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids, int64, of each module, the longest first."""
+    """Token ids, int64, of each module, the longest module first."""
 
     modules: tuple[Tensor, ...]
     tokens: Tensor
-    """All of them, one after the other."""
+    """All modules' tokens, concatenated."""
 
 
 @lru_cache(maxsize=2)
-def corpus(vocabulary: int) -> Corpus:
-    """The library's largest modules as ids below ``vocabulary``: the most frequent words have one
-    each, all others are unknown."""
+def build_corpus(vocabulary: int) -> Corpus:
+    """Return the largest library modules as ids below ``vocabulary``. The most frequent words have
+    an id each; all others are unknown.
+    """
     library = Path(sysconfig.get_path("stdlib"))
     files = sorted(library.glob("*.py"), key=lambda path: (-path.stat().st_size, path.name))
     texts = [path.read_text("utf-8", "replace")[:_LONGEST] for path in files[:_MODULES]]
@@ -50,7 +52,7 @@ def corpus(vocabulary: int) -> Corpus:
     return Corpus(modules, torch.cat(modules))
 
 
-def _cut(tokens: Tensor, length: int, draw: torch.Generator) -> Tensor:
+def _draw_passage(tokens: Tensor, length: int, draw: torch.Generator) -> Tensor:
     begin = int(torch.randint(len(tokens) - length, (), generator=draw))
     return tokens[begin : begin + length]
 
@@ -58,30 +60,32 @@ def _cut(tokens: Tensor, length: int, draw: torch.Generator) -> Tensor:
 Batch = dict[str, Tensor]
 
 
-def next_tokens(known: Corpus, batch: int, length: int, draw: torch.Generator) -> Batch:
-    """Passages of ``length`` tokens, [batch, length], which are their own labels."""
-    ids = torch.stack([_cut(known.tokens, length, draw) for _ in range(batch)])
+def draw_next_tokens(corpus: Corpus, batch: int, length: int, draw: torch.Generator) -> Batch:
+    """Draw passages of ``length`` tokens, shape [batch, length], which are their own labels."""
+    ids = torch.stack([_draw_passage(corpus.tokens, length, draw) for _ in range(batch)])
     return {"input_ids": ids, "labels": ids}
 
 
-def classes(known: Corpus, batch: int, length: int, draw: torch.Generator) -> Batch:
-    """Passages [batch, length] of one of :data:`CLASSES` modules, and which that is: [batch]. Each
-    ends in one EOS, where BART looks for what it classifies."""
+def draw_classes(corpus: Corpus, batch: int, length: int, draw: torch.Generator) -> Batch:
+    """Draw passages, shape [batch, length], each from one of :data:`CLASSES` modules, and the
+    module numbers, shape [batch]. A passage ends in one EOS, whose position BART classifies.
+    """
     labels = torch.randint(CLASSES, (batch,), generator=draw)
-    rows = [_cut(known.modules[int(label)], length - 2, draw) for label in labels]
-    return {"input_ids": torch.stack([_framed(row) for row in rows]), "labels": labels}
+    rows = [_draw_passage(corpus.modules[int(label)], length - 2, draw) for label in labels]
+    return {"input_ids": torch.stack([_add_bos_eos(row) for row in rows]), "labels": labels}
 
 
-def spans(known: Corpus, batch: int, length: int, draw: torch.Generator) -> Batch:
-    """A few tokens as the question and a passage that holds them, [batch, length]; first and last
-    position of them in it, [batch] each."""
+def draw_spans(corpus: Corpus, batch: int, length: int, draw: torch.Generator) -> Batch:
+    """Draw questions with passages that contain them, shape [batch, length], and the first and last
+    position of each question in its passage, shape [batch].
+    """
     rows, starts = [], []
     for _ in range(batch):
-        passage = _cut(known.tokens, length - _QUESTION - 3, draw)
-        at = int(torch.randint(len(passage) - _QUESTION, (), generator=draw))
-        asked = torch.cat([passage[at : at + _QUESTION], torch.tensor([EOS])])
-        rows.append(_framed(torch.cat([asked, passage])))
-        starts.append(at + _QUESTION + 2)
+        passage = _draw_passage(corpus.tokens, length - _QUESTION - 3, draw)
+        offset = int(torch.randint(len(passage) - _QUESTION, (), generator=draw))
+        question = torch.cat([passage[offset : offset + _QUESTION], torch.tensor([EOS])])
+        rows.append(_add_bos_eos(torch.cat([question, passage])))
+        starts.append(offset + _QUESTION + 2)
     start = torch.tensor(starts)
     return {
         "input_ids": torch.stack(rows),
@@ -90,5 +94,5 @@ def spans(known: Corpus, batch: int, length: int, draw: torch.Generator) -> Batc
     }
 
 
-def _framed(tokens: Tensor) -> Tensor:
+def _add_bos_eos(tokens: Tensor) -> Tensor:
     return torch.cat([torch.tensor([BOS]), tokens, torch.tensor([EOS])])

@@ -1,5 +1,6 @@
 """VGG-19 with batch normalisation (Simonyan and Zisserman, arXiv 1409.1556, configuration E), and
-images of classes that can be learned."""
+generated images of learnable classes.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ _NOISE = 0.5
 
 
 class Vgg19(nn.Module):
-    """Images [batch, 3, pixels, pixels] and labels [batch] to their mean cross-entropy.
+    """Mean cross-entropy of a batch of images.
 
     Args:
-        pixels: a multiple of 32.
-        divisor: of all widths of convolutions.
-        hidden: width of the two hidden layers behind them.
+        pixels: height and width of the images, a multiple of 32.
+        divisor: divisor of the widths of all convolutions.
+        hidden: width of the two hidden layers after them.
     """
 
     def __init__(self, pixels: int, divisor: int, hidden: int) -> None:
@@ -41,13 +42,15 @@ class Vgg19(nn.Module):
         )
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        found: Tensor = self.classifier(self.features(images).flatten(1))
-        return functional.cross_entropy(found, labels)
+        """Return the loss, a scalar, of images [batch, 3, pixels, pixels] with labels [batch]."""
+        logits: Tensor = self.classifier(self.features(images).flatten(1))
+        return functional.cross_entropy(logits, labels)
 
 
-def images(pixels: int, batch: int, draw: torch.Generator) -> dict[str, Tensor]:
-    """Images [batch, 3, pixels, pixels] and their classes [batch]: each a coarse pattern of its
-    class, the same in every batch, under noise."""
+def draw_images(pixels: int, batch: int, draw: torch.Generator) -> dict[str, Tensor]:
+    """Draw images [batch, 3, pixels, pixels] and their classes [batch]. An image is the coarse
+    pattern of its class, which is the same in every batch, with noise.
+    """
     patterns = torch.randn(CLASSES, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     labels = torch.randint(CLASSES, (batch,), generator=draw)
     coarse = functional.interpolate(patterns[labels], size=(pixels, pixels), mode="nearest")

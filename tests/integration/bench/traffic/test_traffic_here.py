@@ -23,38 +23,38 @@ from bed.namespaces import fresh_network
 from bed.plugin import need_bed
 from bed.users import User
 
-from flagscale.bench.traffic.messages import Order
+from flagscale.bench.traffic.messages import WorkerSettings
 from flagscale.bench.traffic.session import play
-from flagscale.bench.traffic.spec import Environment, Flow, Pattern, Probe, Site
+from flagscale.bench.traffic.spec import Environment, Flow, Pattern, Probe, TrafficHost
 from flagscale.errors import ConfigError, UnreachableError
+from flagscale.hosts.connection import Endpoint
 from flagscale.hosts.errors import HostError
-from flagscale.hosts.executor import Endpoint
-from flagscale.hosts.netns import NetnsOpener
-from flagscale.modules import started
-from flagscale.records import encode
+from flagscale.hosts.netns import NetnsConnectionFactory
+from flagscale.hosts.workers.task import WorkerTask
 
 pytestmark = [pytest.mark.integration]
 
 PATTERN = Pattern(1e8, 1e7, 16384.0)
-LOOPBACK = tuple(Site(name, name, via="local") for name in ("127.0.0.1", "127.0.0.2"))
+LOOPBACK = tuple(TrafficHost(name, name, via="local") for name in ("127.0.0.1", "127.0.0.2"))
 LONG = 60.0
 ROOT = Path(__file__).resolve().parents[4]
 
 
 @contextmanager
-def process(order: Order) -> Iterator[subprocess.Popen[bytes]]:
+def process(settings: WorkerSettings) -> Iterator[subprocess.Popen[bytes]]:
     """A process of the traffic, which has said that it is ready."""
+    task = WorkerTask.of("flagscale.bench.traffic.worker:run", settings)
     made = subprocess.Popen(
-        [sys.executable, *started("flagscale.bench.traffic.host")],
+        task.command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
     try:
         assert made.stdin is not None
         assert made.stdout is not None
-        made.stdin.write(encode(order).encode())
+        made.stdin.write(task.to_stdin())
         made.stdin.close()
-        assert json.loads(made.stdout.readline())["event"] == "ready"
+        assert json.loads(made.stdout.readline())["endpoint"]["pid"] == made.pid
         yield made
     finally:
         made.kill()
@@ -67,19 +67,19 @@ def process(order: Order) -> Iterator[subprocess.Popen[bytes]]:
     ("seconds", "lease"),
     [pytest.param(0.3, LONG, id="its-time"), pytest.param(LONG, 0.3, id="no-word")],
 )
-def test_a_process_ends_by_itself(seconds: float, lease: float) -> None:
-    with process(Order("flows", 0, "00" * 32, seconds, lease)) as made:
+def test_worker_ends_by_deadline_or_lease(seconds: float, lease: float) -> None:
+    with process(WorkerSettings("flows", 0, "00" * 32, seconds, lease)) as made:
         assert made.wait(20) == 0
 
 
-def test_a_process_ends_when_nobody_reads_it() -> None:
-    with process(Order("probe", 0, "00" * 32, LONG, LONG)) as made:
+def test_worker_ends_when_its_stdout_is_closed() -> None:
+    with process(WorkerSettings("probe", 0, "00" * 32, LONG, LONG)) as made:
         assert made.stdout is not None
         made.stdout.close()
         assert made.wait(20) == 0
 
 
-def test_other_bursts_take_hold_and_a_pause_is_one() -> None:
+def test_pattern_changes_and_pauses_take_effect() -> None:
     played = Environment(LOOPBACK, (Flow(0, 1),), PATTERN, Probe("echo", 1024))
     with play(played, seconds=LONG, paused=True) as traffic:
         assert traffic.probe(30).samples == 30
@@ -93,7 +93,7 @@ def test_other_bursts_take_hold_and_a_pause_is_one() -> None:
             traffic.change(Pattern(1e8, 1e9, 16384.0))
 
 
-def test_a_session_that_is_over_says_so() -> None:
+def test_session_reports_its_deadline() -> None:
     played = Environment(LOOPBACK, (Flow(0, 1),), PATTERN, Probe("echo", 1024))
     with play(played, seconds=1.5) as traffic, pytest.raises(UnreachableError) as caught:
         while True:
@@ -102,7 +102,7 @@ def test_a_session_that_is_over_says_so() -> None:
     assert "no more traffic: its 1.5 s are over" in caught.value.message
 
 
-def test_a_port_that_is_taken_is_told_of() -> None:
+def test_occupied_port_is_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         played = Environment(LOOPBACK, (Flow(0, 1),), PATTERN)
@@ -131,8 +131,8 @@ def namespaces() -> Iterator[None]:
 def test_namespaces_are_hosts() -> None:
     with namespaces():
         sites = (
-            Site("left", "10.76.0.1", via="netns"),
-            Site("right", "10.76.0.2", via="netns"),
+            TrafficHost("left", "10.76.0.1", via="netns"),
+            TrafficHost("right", "10.76.0.2", via="netns"),
         )
         played = Environment(sites, (Flow(0, 1), Flow(1, 0)), PATTERN)
         with play(played, seconds=LONG) as traffic:
@@ -145,15 +145,15 @@ def test_namespaces_are_hosts() -> None:
 
 def _entered() -> dict[str, Any]:
     try:
-        NetnsOpener({}).open(Endpoint("left", "netns"))
+        NetnsConnectionFactory({}).open(Endpoint("left", "netns"))
     except HostError as error:
         return {"message": error.message, "hint": error.hint}
     return {"message": "entered", "hint": None}
 
 
-def test_a_namespace_that_is_not_there_is_told_of() -> None:
+def test_missing_namespace_is_reported() -> None:
     with pytest.raises(HostError) as caught:
-        NetnsOpener({}).open(Endpoint("no-such", "netns"))
+        NetnsConnectionFactory({}).open(Endpoint("no-such", "netns"))
     assert "no-such: no network namespace of that name" in caught.value.message
     assert caught.value.hint == "ip netns add no-such, as root"
 
@@ -165,7 +165,7 @@ def _until(condition: Any) -> None:
         time.sleep(0.05)
 
 
-def test_on_a_terminal_a_table_lives() -> None:
+def test_live_table_on_a_terminal() -> None:
     """Rates by flow and the probe's percentiles, and the table of the end."""
     words = "bench traffic --hosts 127.0.0.1 127.0.0.2 --rate 100mbit --seconds 2.5"
     master, terminal = pty.openpty()

@@ -18,9 +18,16 @@ from bed.host import Host
 from bed.lab import Bed
 
 from flagscale.bench.traffic import handshake
-from flagscale.bench.traffic.environment import read
+from flagscale.bench.traffic.environment import read_environment
 from flagscale.bench.traffic.session import Traffic, play
-from flagscale.bench.traffic.spec import Environment, Flow, Pattern, Probe, Site, flows_between
+from flagscale.bench.traffic.spec import (
+    Environment,
+    Flow,
+    Pattern,
+    Probe,
+    TrafficHost,
+    flows_between,
+)
 from flagscale.errors import UnreachableError
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -30,7 +37,7 @@ pytestmark = [pytest.mark.integration]
 
 
 def environment(bed: Bed, flows: tuple[Flow, ...], transport: str = "tcp") -> Environment:
-    sites = tuple(Site(host.name, host.address) for host in bed.hosts)
+    sites = tuple(TrafficHost(host.name, host.address) for host in bed.hosts)
     kind = "udp" if transport == "udp" else "tcp"
     return Environment(sites, flows, Pattern(RATE, 0.1 * RATE, 16384.0, kind), Probe("ring", 4096))
 
@@ -60,7 +67,7 @@ def flowing(traffic: Traffic, least: int) -> None:
 
 @pytest.mark.bed(hosts=3)
 @pytest.mark.parametrize("transport", ["tcp", "udp"])
-def test_flows_go_where_they_were_sent_at_their_rate_and_end(bed: Bed, transport: str) -> None:
+def test_flows_reach_their_targets_at_the_requested_load(bed: Bed, transport: str) -> None:
     played = environment(bed, (Flow(0, 1),), transport)
     with play(played, seconds=60, ssh_config=bed.ssh_config, paused=True) as traffic:
         seen = traffic.probe(40)
@@ -93,7 +100,7 @@ def _received(traffic: Traffic) -> int:
 
 
 @pytest.mark.bed(hosts=3)
-def test_an_address_that_does_not_answer_by_the_key_gets_the_hello_alone(bed: Bed) -> None:
+def test_unauthenticated_address_receives_only_the_hello(bed: Bed) -> None:
     listening = """\
 import socket, sys
 server = socket.create_server(("", 7001))
@@ -145,7 +152,7 @@ def command(bed: Bed, *words: str | Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.bed(hosts=2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_what_ends_the_command_ends_all(bed: Bed, number: signal.Signals) -> None:
+def test_workers_end_with_the_command(bed: Bed, number: signal.Signals) -> None:
     line = ["--hosts", *bed.names, "--rate", "100mbit", "--seconds", "600", "--probe", "none"]
     with command(bed, *line) as process:
         quiet = came(bed[1])
@@ -158,7 +165,7 @@ def test_what_ends_the_command_ends_all(bed: Bed, number: signal.Signals) -> Non
 
 
 @pytest.mark.bed(hosts=2)
-def test_a_host_that_is_lost_ends_the_command_with_a_sentence(bed: Bed) -> None:
+def test_lost_host_ends_the_command_with_an_error(bed: Bed) -> None:
     with command(bed, "--hosts", *bed.names, "--rate", "1gbit", "--probe", "none") as process:
         quiet = came(bed[1])
         until(lambda: came(bed[1]) - quiet > 1 << 20, "traffic")
@@ -174,7 +181,7 @@ def test_a_host_that_is_lost_ends_the_command_with_a_sentence(bed: Bed) -> None:
 
 
 @pytest.mark.bed(hosts=2)
-def test_a_short_calibration_ends_well_and_is_replayed(bed: Bed, tmp_path: Path) -> None:
+def test_short_calibration_and_replay(bed: Bed, tmp_path: Path) -> None:
     """How far it comes in so short a time is not asked; that it tells is."""
     for host in bed.hosts:
         host.bottleneck("100mbit", "256kb")
@@ -189,7 +196,7 @@ def test_a_short_calibration_ends_well_and_is_replayed(bed: Bed, tmp_path: Path)
     assert reached or said.startswith("error: --tail 3: ")
     assert (found["complete"], found["calibration"]["target"]) == (True, 3.0)
     assert "without traffic" in out
-    played = read(kept)
+    played = read_environment(kept)
     assert [site.name for site in played.hosts] == bed.names
     assert [host for host, _ in played.congestion] == bed.names
     assert played.flows == flows_between(2, "pairs")

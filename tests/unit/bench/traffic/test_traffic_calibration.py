@@ -15,7 +15,7 @@ from flagscale.bench.traffic.calibration import Calibration, calibrate
 from flagscale.bench.traffic.spec import (
     Environment,
     Pattern,
-    Site,
+    TrafficHost,
     default_tolerance,
     flows_between,
 )
@@ -27,7 +27,7 @@ class Path:
     """As :class:`~flagscale.bench.traffic.session.Traffic`, whose probe feels ``tail(burst)``."""
 
     def __init__(self, tail: Callable[[float], float], seed: int, noise: float = 0.03) -> None:
-        hosts = tuple(Site(f"h{i}", f"10.0.0.{i}") for i in range(4))
+        hosts = tuple(TrafficHost(f"h{i}", f"10.0.0.{i}") for i in range(4))
         pattern = Pattern(250e6, 15e6, 64 << 10, seed=seed)
         self.environment = Environment(hosts, flows_between(4, "pairs"), pattern)
         self.tail, self.noise, self.now, self.playing = tail, noise, 100.0, True
@@ -60,8 +60,8 @@ class Path:
 
 
 class Silent:
-    def phase(self, text: str) -> None: ...
-    def watch(self, samples: Sequence[float]) -> None: ...
+    def on_phase(self, text: str) -> None: ...
+    def on_samples(self, samples: Sequence[float]) -> None: ...
 
 
 def grows(burst: float) -> float:
@@ -78,7 +78,7 @@ def _calibrate(
 
 
 @pytest.mark.parametrize("target", [1.5, 3.0])
-def test_the_target_is_found_and_known_well(target: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_reaches_the_target(target: float, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(grows, seed=0)
     done = _calibrate(path, target, 600, monkeypatch)
     found, tolerance = done.environment.found, default_tolerance(target)
@@ -110,7 +110,7 @@ MISSED: dict[str, tuple[Callable[[float], float], float, float, float, str]] = {
 
 
 @pytest.mark.parametrize("case", MISSED)
-def test_what_was_not_reached_is_told_with_what_was(
+def test_missed_target_is_reported_with_the_nearest_result(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tail, noise, target, seconds, told = MISSED[case]

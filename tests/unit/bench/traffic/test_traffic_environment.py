@@ -10,31 +10,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flagscale.bench.traffic.environment import read, write
+from flagscale.bench.traffic.environment import read_environment, write_environment
 from flagscale.bench.traffic.spec import (
-    BETWEEN,
-    KINDS,
+    DISTRIBUTIONS,
+    FLOW_LAYOUTS,
     LARGEST_BURST,
-    LAWS,
+    PROBE_KINDS,
     SMALLEST_BURST,
-    Between,
     Environment,
     Flow,
-    Found,
+    FlowLayout,
     Pattern,
     Probe,
-    Site,
+    ProbeResult,
+    TrafficHost,
     default_tolerance,
     flows_between,
 )
 from flagscale.errors import ConfigError
 
-SITES = (Site("a", "10.0.0.1"), Site("b", "10.0.0.2", via="netns"))
+SITES = (TrafficHost("a", "10.0.0.1"), TrafficHost("b", "10.0.0.2", via="netns"))
 PATTERN = Pattern(1e9, 6e7, 65536.0)
 ENVIRONMENT = Environment(SITES, flows_between(2, "pairs"), PATTERN)
 
 texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
-founds = st.builds(Found, st.integers(1, 10**6), *[st.floats(1e-6, 1e3)] * 5)
+founds = st.builds(ProbeResult, st.integers(1, 10**6), *[st.floats(1e-6, 1e3)] * 5)
 rates = st.floats(1e5, 1e11)
 
 
@@ -42,7 +42,7 @@ rates = st.floats(1e5, 1e11)
 def environments(draw: st.DrawFn) -> Environment:
     names = draw(st.lists(texts, min_size=2, max_size=5, unique=True))
     sites = tuple(
-        Site(name, draw(texts), draw(st.none() | texts), user=draw(st.none() | texts))
+        TrafficHost(name, draw(texts), draw(st.none() | texts), user=draw(st.none() | texts))
         for name in names
     )
     rate = draw(rates)
@@ -51,16 +51,16 @@ def environments(draw: st.DrawFn) -> Environment:
         load=rate * draw(st.floats(0.01, 0.99 / len(sites))),
         burst=draw(st.floats(SMALLEST_BURST, LARGEST_BURST)),
         transport=draw(st.sampled_from(("tcp", "udp"))),
-        bursts=draw(st.sampled_from(LAWS)),
-        gaps=draw(st.sampled_from(LAWS)),
+        bursts=draw(st.sampled_from(DISTRIBUTIONS)),
+        gaps=draw(st.sampled_from(DISTRIBUTIONS)),
         peak=draw(st.none() | st.just(rate)),
         seed=draw(st.integers(-(1 << 60), 1 << 60)),
     )
     return Environment(
         sites,
-        flows_between(len(sites), draw(st.sampled_from(BETWEEN))),
+        flows_between(len(sites), draw(st.sampled_from(FLOW_LAYOUTS))),
         pattern,
-        Probe(draw(st.sampled_from(KINDS)), draw(st.integers(64, 1 << 30))),
+        Probe(draw(st.sampled_from(PROBE_KINDS)), draw(st.integers(64, 1 << 30))),
         target=draw(st.none() | st.floats(1.01, 50)),
         tolerance=draw(st.floats(0, 5)),
         found=draw(st.none() | founds),
@@ -71,13 +71,13 @@ def environments(draw: st.DrawFn) -> Environment:
 
 
 @given(environments())
-def test_what_is_kept_comes_back(tmp_path_factory: Any, environment: Environment) -> None:
+def test_environment_file_round_trip(tmp_path_factory: Any, environment: Environment) -> None:
     path = tmp_path_factory.mktemp("kept") / "environment.json"
-    write(environment, path)
-    assert read(path) == environment
+    write_environment(environment, path)
+    assert read_environment(path) == environment
 
 
-def test_what_has_a_default_may_be_left_out(tmp_path: Path) -> None:
+def test_fields_with_defaults_are_optional(tmp_path: Path) -> None:
     path = tmp_path / "short.json"
     record = {
         "flagscale_traffic": 1,
@@ -86,7 +86,7 @@ def test_what_has_a_default_may_be_left_out(tmp_path: Path) -> None:
         "pattern": {"rate": 1e9, "load": 6e7, "burst": 65536},
     }
     path.write_text(json.dumps(record), encoding="utf-8")
-    found = read(path)
+    found = read_environment(path)
     assert (found.flows, found.pattern, found.probe) == ((Flow(0, 1),), PATTERN, Probe())
 
 
@@ -123,14 +123,14 @@ def _changed(key: str, value: Any) -> Any:
         ("probe.kind", "star", "probe: "),
     ],
 )
-def test_a_wrong_field_is_named(tmp_path: Path, key: str, value: Any, said: str) -> None:
+def test_invalid_field_is_named(tmp_path: Path, key: str, value: Any, said: str) -> None:
     path = tmp_path / "wrong.json"
-    write(ENVIRONMENT, path)
+    write_environment(ENVIRONMENT, path)
     record = json.loads(path.read_text(encoding="utf-8"))
     _changed(key, value)(record)
     path.write_text(json.dumps(record), encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
-        read(path)
+        read_environment(path)
     assert f"{path}: {said}" in caught.value.message
 
 
@@ -144,13 +144,13 @@ def test_a_wrong_field_is_named(tmp_path: Path, key: str, value: Any, said: str)
         pytest.param("\xff", "is no JSON", id="binary"),
     ],
 )
-def test_a_file_that_is_none_is_told(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "none.json"
     path.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=said):
-        read(path)
+        read_environment(path)
     with pytest.raises(ConfigError, match="cannot be read"):
-        read(tmp_path / "absent.json")
+        read_environment(tmp_path / "absent.json")
 
 
 @pytest.mark.parametrize(
@@ -163,13 +163,13 @@ def test_a_file_that_is_none_is_told(tmp_path: Path, text: str, said: str) -> No
         pytest.param(3, "all", "01 02 10 12 20 21", id="all"),
     ],
 )
-def test_who_sends_to_whom(count: int, between: Between, expected: str) -> None:
+def test_flow_layouts(count: int, between: FlowLayout, expected: str) -> None:
     found = [f"{flow.source}{flow.target}" for flow in flows_between(count, between)]
     assert " ".join(found) == expected
 
 
-def test_flows_over_another_network_leave_the_probe_where_it_is() -> None:
-    moved = ENVIRONMENT.over({"a": "10.9.0.1", "b": "10.9.0.2"})
+def test_flows_on_another_network_keep_the_probe() -> None:
+    moved = ENVIRONMENT.on_network({"a": "10.9.0.1", "b": "10.9.0.2"})
     assert [site.flow_addr for site in moved.hosts] == ["10.9.0.1", "10.9.0.2"]
     assert [site.addr for site in moved.hosts] == ["10.0.0.1", "10.0.0.2"]
 

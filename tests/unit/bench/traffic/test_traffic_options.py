@@ -7,17 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from flagscale.bench.bench_commands import main_bench
-from flagscale.bench.traffic.environment import write
-from flagscale.bench.traffic.options import Plan, parse
-from flagscale.bench.traffic.spec import Environment, Flow, Pattern, Probe, Site, flows_between
+from flagscale.bench.cli import main_bench
+from flagscale.bench.traffic.environment import write_environment
+from flagscale.bench.traffic.options import TrafficPlan, parse_command
+from flagscale.bench.traffic.spec import (
+    Environment,
+    Flow,
+    Pattern,
+    Probe,
+    TrafficHost,
+    flows_between,
+)
 from flagscale.errors import ConfigError
 
 TWO = "--hosts 127.0.0.1 127.0.0.2 "
 
 
-def plan(line: str) -> Plan:
-    return parse(line.split(), "flagscale bench traffic")
+def plan(line: str) -> TrafficPlan:
+    return parse_command(line.split(), "flagscale bench traffic")
 
 
 def refused(line: str) -> str:
@@ -57,7 +64,7 @@ def test_flags_make_a_pattern(line: str, pattern: Pattern) -> None:
     assert not found.measure_rate
 
 
-def test_hosts_of_a_file_keep_how_they_are_reached(tmp_path: Path) -> None:
+def test_hostfile_keeps_connection_settings(tmp_path: Path) -> None:
     hostfile = tmp_path / "hostfile"
     hostfile.write_text(
         "node[1-2] slots=1 addr=10.0.0.[1-2] user=me port=22 proxy=door\n"
@@ -65,14 +72,14 @@ def test_hosts_of_a_file_keep_how_they_are_reached(tmp_path: Path) -> None:
     )
     found = plan(f"--hosts-file {hostfile} --rate 1gbit --flow node1:left").environment
     assert found.hosts == (
-        Site("node1", "10.0.0.1", None, "ssh", "me", 22, "door"),
-        Site("node2", "10.0.0.2", None, "ssh", "me", 22, "door"),
-        Site("left", "10.1.0.1", None, "netns"),
+        TrafficHost("node1", "10.0.0.1", None, "ssh", "me", 22, "door"),
+        TrafficHost("node2", "10.0.0.2", None, "ssh", "me", 22, "door"),
+        TrafficHost("left", "10.1.0.1", None, "netns"),
     )
     assert found.flows == (Flow(0, 2),)
 
 
-def test_this_machine_needs_no_ssh_and_a_rate_may_be_found() -> None:
+def test_local_host_needs_no_ssh_and_rate_may_be_measured() -> None:
     found = plan(TWO + "--between all --probe echo:64K --tail 3")
     assert [site.via for site in found.environment.hosts] == ["local", "local"]
     assert found.environment.probe == Probe("echo", 65536)
@@ -114,15 +121,15 @@ def test_this_machine_needs_no_ssh_and_a_rate_may_be_found() -> None:
         ("-s 4 -m 127.0.0.1", "-m 127.0.0.1 is this machine: which is the other host?"),
     ],
 )
-def test_what_cannot_be_is_refused_with_a_sentence(line: str, said: str) -> None:
+def test_invalid_command_lines_are_refused(line: str, said: str) -> None:
     assert said in refused(line)
 
 
-def test_a_replay_brings_its_own_hosts_and_pattern(tmp_path: Path) -> None:
+def test_replay_defines_hosts_and_pattern(tmp_path: Path) -> None:
     path = tmp_path / "kept.json"
-    sites = (Site("a", "10.0.0.1"), Site("b", "10.0.0.2"))
+    sites = (TrafficHost("a", "10.0.0.1"), TrafficHost("b", "10.0.0.2"))
     kept = Environment(sites, flows_between(2, "pairs"), Pattern(1e9, 6e7, 65536.0))
-    write(kept, path)
+    write_environment(kept, path)
     assert plan(f"--replay {path} --seconds 5").environment == kept
     assert "--replay has its own hosts" in refused(f"--replay {path} {TWO}")
     assert refused(f"--replay {path} --load 5%").startswith("--load: what --replay plays says that")
@@ -131,7 +138,7 @@ def test_a_replay_brings_its_own_hosts_and_pattern(tmp_path: Path) -> None:
     assert refused(f"--replay {path} --environment {path}").startswith("--environment is the file")
 
 
-def test_the_guides_flags_are_known_and_told() -> None:
+def test_run_background_flags_are_translated_with_notes() -> None:
     found = plan(TWO + "-s 16 -r 1 -t 240000 -m 127.0.0.1 -p 12355 -d lo")
     assert found.seconds == 240000
     assert (found.port, found.interface) == (12355, "lo")
@@ -146,13 +153,13 @@ def test_the_guides_flags_are_known_and_told() -> None:
     assert "a tail of 3, which --tail 3 finds" in found.notes[0]
 
 
-def test_on_its_second_host_the_guide_names_the_first_alone() -> None:
+def test_second_host_of_run_background_names_the_first() -> None:
     found = plan("-s 4 -r 1 -t 60 -m 127.0.0.3").environment
     assert [site.name for site in found.hosts] == ["127.0.0.3", "127.0.0.1"]
     assert len(found.flows) == 4
 
 
-def test_the_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main_bench([]) == 2
     assert "traffic ..." in capsys.readouterr().out
 

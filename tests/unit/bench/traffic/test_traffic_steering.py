@@ -10,9 +10,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from flagscale.bench.bootstrap import tail_ratio_interval
 from flagscale.bench.traffic.spec import LARGEST_BURST, SMALLEST_BURST
-from flagscale.bench.traffic.statistics import found, interval
 from flagscale.bench.traffic.steering import Steering
+from flagscale.bench.traffic.summary import summarize
 
 WINDOWS = 14
 
@@ -24,7 +25,7 @@ WINDOWS = 14
     st.integers(1 << 12, 4 << 20),
     st.integers(0, 1000),
 )
-def test_the_loop_comes_to_the_burst_that_gives_the_target(
+def test_steering_converges_to_the_target(
     target: float, power: float, knee: float, start: int, seed: int
 ) -> None:
     """On a path whose ratio grows with the bursts, felt by windows as noisy as real ones."""
@@ -37,7 +38,9 @@ def test_the_loop_comes_to_the_burst_that_gives_the_target(
     assume(least + 0.05 < target < most)
     steering = Steering(target, start)
     for _ in range(WINDOWS):
-        steering.learn(steering.burst, ratio(steering.burst) * math.exp(source.gauss(0, 0.04)), 200)
+        steering.record_window(
+            steering.burst, ratio(steering.burst) * math.exp(source.gauss(0, 0.04)), 200
+        )
     assert ratio(steering.burst) == pytest.approx(target, rel=0.13)
 
 
@@ -45,20 +48,20 @@ def test_the_loop_comes_to_the_burst_that_gives_the_target(
     ("target", "limit"),
     [pytest.param(3.0, LARGEST_BURST, id="too-high"), pytest.param(1.1, SMALLEST_BURST, id="low")],
 )
-def test_what_no_burst_gives_is_told(target: float, limit: int) -> None:
+def test_unreachable_target_is_detected(target: float, limit: int) -> None:
     steering = Steering(target, 1 << 16)
     for window in range(40):
         if steering.stuck:
             break
-        steering.learn(steering.burst, 1.5, 200)
+        steering.record_window(steering.burst, 1.5, 200)
         assert window < 30
     assert steering.stuck
     assert steering.burst == pytest.approx(limit)
 
 
-def test_one_wild_window_moves_the_loop_by_a_factor_at_most() -> None:
+def test_outlier_window_moves_the_burst_by_a_bounded_factor() -> None:
     steering = Steering(1.5, 1 << 16)
-    assert steering.learn(steering.burst, 40.0, 200) >= (1 << 16) / 4.01
+    assert steering.record_window(steering.burst, 40.0, 200) >= (1 << 16) / 4.01
 
 
 def _path(generator: np.random.Generator, count: int) -> np.ndarray:
@@ -67,26 +70,28 @@ def _path(generator: np.random.Generator, count: int) -> np.ndarray:
     return np.exp(0.05 * generator.standard_normal(count)) * (1 + 0.35 * np.minimum(state, 2))
 
 
-def test_the_interval_holds_the_truth_as_often_as_it_promises() -> None:
+def test_interval_has_its_nominal_coverage() -> None:
     """Nearly: a bootstrap of a 99th percentile promises a little too much."""
     median, p99 = np.percentile(_path(np.random.default_rng(0), 400_000), (50, 99))
     truth, held, rounds = p99 / median, 0, 80
     for seed in range(rounds):
-        low, high = interval(_path(np.random.default_rng(seed + 1), 1500), seed, resamples=200)
+        low, high = tail_ratio_interval(
+            _path(np.random.default_rng(seed + 1), 1500), seed, resamples=200
+        )
         held += low <= truth <= high
     assert held >= 0.85 * rounds
 
 
-def test_what_samples_tell_is_one_thing_for_one_seed_and_wider_of_few() -> None:
+def test_summary_is_deterministic_and_wider_for_few_samples() -> None:
     times = list(_path(np.random.default_rng(1), 2000))
-    seen = found(times)
-    assert seen == found(times)
+    seen = summarize(times)
+    assert seen == summarize(times)
     assert (seen.samples, seen.ratio) == (2000, pytest.approx(seen.p99 / seen.median))
     assert seen.low <= seen.ratio <= seen.high
-    assert found(times[:200]).half_width > seen.half_width
+    assert summarize(times[:200]).half_width > seen.half_width
 
 
 @pytest.mark.parametrize("count", [1, 2, 30])
-def test_a_few_samples_are_enough_for_a_value(count: int) -> None:
-    seen = found([0.01] * count)
+def test_few_samples_give_a_value(count: int) -> None:
+    seen = summarize([0.01] * count)
     assert (seen.ratio, seen.low, seen.high) == (1.0, 1.0, 1.0)

@@ -1,4 +1,4 @@
-"""The line a login shell gets to see, checked with real shells."""
+"""Tests of the command line that a login shell receives, with real shells."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flagscale.hosts.errors import ProxyCommandError
-from flagscale.hosts.ssh.connection import LINE, script_input
+from flagscale.hosts.ssh.connection import LOGIN_SHELL_LINE, encode_script
 from flagscale.hosts.ssh.exchange import (
-    LONGEST,
     MARKER,
-    AfterMarker,
+    MAX_LINE_BYTES,
+    MarkerFilter,
     command_line,
 )
-from flagscale.hosts.ssh.proxy import expand
+from flagscale.hosts.ssh.proxy import expand_tokens
 from flagscale.hosts.ssh.ssh_config import SshTarget
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=30)
@@ -28,7 +28,7 @@ SHELLS = [shell for shell in ("sh", "bash", "zsh", "fish", "tcsh") if shutil.whi
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_login_shells_pass_arguments_on(shell: str) -> None:
+def test_login_shells_preserve_arguments(shell: str) -> None:
     argv = ["printf", r"%s\0", "", "a'b\"c", "$HOME `id`", "*", "é"]
     if shell != "tcsh":  # which has no way to quote a newline
         argv.append("x\ny")
@@ -39,7 +39,7 @@ def test_login_shells_pass_arguments_on(shell: str) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(words, min_size=1, max_size=5))
-def test_any_arguments_arrive(arguments: list[str]) -> None:
+def test_any_arguments_are_preserved(arguments: list[str]) -> None:
     line = command_line(["printf", r"%s\0", *arguments])
     done = subprocess.run(["sh", "-c", line], capture_output=True, check=True)
     assert done.stdout == MARKER + b"".join(word.encode() + b"\0" for word in arguments)
@@ -47,10 +47,13 @@ def test_any_arguments_arrive(arguments: list[str]) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(words)
-def test_any_value_in_a_script_arrives(value: str) -> None:
+def test_any_value_in_a_script_is_preserved(value: str) -> None:
     script = "cat <<'the end of it'\n" + value.replace("\r", "") + "\nthe end of it"
     done = subprocess.run(
-        ["sh", "-c", LINE], input=script_input("t", script), capture_output=True, check=True
+        ["sh", "-c", LOGIN_SHELL_LINE],
+        input=encode_script("t", script),
+        capture_output=True,
+        check=True,
     )
     assert done.stdout == MARKER + value.replace("\r", "").encode() + b"\n\2t 0\3"
     assert done.stderr == MARKER + b"\2t\3"
@@ -59,8 +62,10 @@ def test_any_value_in_a_script_arrives(value: str) -> None:
 @pytest.mark.parametrize("shell", SHELLS)
 def test_one_script_after_another_in_shells_of_their_own(shell: str) -> None:
     scripts = [("a", "x=1; umask 077; exit 3"), ("b", 'echo "$x$(umask)"; cat'), ("c", "")]
-    given = b"".join(script_input(*one) for one in scripts)
-    done = subprocess.run([shell, "-c", LINE], input=given, capture_output=True, check=True)
+    given = b"".join(encode_script(*one) for one in scripts)
+    done = subprocess.run(
+        [shell, "-c", LOGIN_SHELL_LINE], input=given, capture_output=True, check=True
+    )
     ends = done.stdout.removeprefix(MARKER)
     assert ends == b"\2a 3\3" + f"{_umask():04o}\n".encode() + b"\2b 0\3\2c 0\3"
     assert done.stderr == MARKER + b"\2a\3\2b\3\2c\3"
@@ -73,27 +78,27 @@ def _umask() -> int:
 
 
 def test_limits() -> None:
-    room = LONGEST - len(command_line(["echo", "x"]))
-    assert len(command_line(["echo", "x" * (room + 1)])) == LONGEST
+    room = MAX_LINE_BYTES - len(command_line(["echo", "x"]))
+    assert len(command_line(["echo", "x" * (room + 1)])) == MAX_LINE_BYTES
     for argv, message in (([], "name"), (["a\0"], "NUL"), (["echo", "x" * (room + 2)], "too long")):
         with pytest.raises(ValueError, match=message):
             command_line(argv)
     with pytest.raises(ValueError, match="NUL"):
-        script_input("t", "\0")
+        encode_script("t", "\0")
 
 
 @given(st.binary(max_size=40), st.binary(max_size=40), st.integers(1, 7))
-def test_noise_before_the_marker_is_dropped(noise: bytes, output: bytes, step: int) -> None:
+def test_output_before_the_marker_is_dropped(noise: bytes, output: bytes, step: int) -> None:
     noise = noise.replace(b"\x02", b"")
-    stream, after = noise + MARKER + output, AfterMarker()
+    stream, after = noise + MARKER + output, MarkerFilter()
     got = b"".join(after.feed(stream[i : i + step]) for i in range(0, len(stream), step))
-    assert (got, bytes(after.before), after.seen) == (output, noise, True)
+    assert (got, bytes(after.before), after.marker_seen) == (output, noise, True)
 
 
 def test_proxy_command_tokens() -> None:
     target = SshTarget("alias", "10.0.0.1", "me", 2222)
-    assert expand(target, "nc %h %p # %r@%n 100%%") == "nc 10.0.0.1 2222 # me@alias 100%"
+    assert expand_tokens(target, "nc %h %p # %r@%n 100%%") == "nc 10.0.0.1 2222 # me@alias 100%"
     with pytest.raises(ProxyCommandError, match="unknown token '%x'"):
-        expand(target, "nc %x")
+        expand_tokens(target, "nc %x")
     with pytest.raises(ProxyCommandError, match="has no place in a ProxyCommand"):
-        expand(SshTarget("a", "$(reboot)", "me"), "nc %h")
+        expand_tokens(SshTarget("a", "$(reboot)", "me"), "nc %h")

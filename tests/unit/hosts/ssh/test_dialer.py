@@ -1,4 +1,4 @@
-"""How a dialer gives up what it holds."""
+"""Tests of closing a dialer's connections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flagscale.hosts.ssh.dial import Dialer
 
 
 class _Interrupted(socket.socket):
-    """A connection during whose end the user presses Ctrl-C again."""
+    """A connection that raises KeyboardInterrupt when it is closed."""
 
     times = 0
 
@@ -21,7 +21,7 @@ class _Interrupted(socket.socket):
         super().close()
 
 
-def test_what_an_interrupt_left_open_is_closed_by_another_call() -> None:
+def test_second_close_closes_what_an_interrupt_left_open() -> None:
     opened = [_Interrupted() for _ in range(3)]
     dialer = Dialer()
     dialer._open.update(opened)

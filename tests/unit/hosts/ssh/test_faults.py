@@ -1,4 +1,4 @@
-"""From what sockets and paramiko raise to what a user reads."""
+"""Tests of the conversion of socket and paramiko errors to messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paramiko.ssh_exception import IncompatiblePeer
 from flagscale.errors import UnreachableError
 from flagscale.hosts import errors
 from flagscale.hosts.ssh import faults
-from flagscale.hosts.ssh.known_hosts import KnownKey, Verdict
+from flagscale.hosts.ssh.known_hosts import HostKeyStatus, KnownKey
 from flagscale.hosts.ssh.ssh_config import SshTarget
 
 TARGET = SshTarget("node-1", "10.0.0.1", "me", 2222, known_hosts=(Path("/h/known hosts"),))
@@ -42,8 +42,8 @@ BEHIND = SshTarget("inner", "inner", "me", via=SshTarget("gate", "gate", "me"))
     ],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
-def test_a_connection_that_did_not_open(error: OSError, kind: type[Exception], words: str) -> None:
-    found = faults.opening_failed(TARGET, error, 5)
+def test_connect_errors(error: OSError, kind: type[Exception], words: str) -> None:
+    found = faults.connect_error(TARGET, error, 5)
     assert type(found) is kind
     assert words in str(found)
     assert str(found).startswith("node-1: ")
@@ -83,16 +83,16 @@ def test_a_connection_that_did_not_open(error: OSError, kind: type[Exception], w
         (SSHException("what"), 0.1, errors.HandshakeError, "inner through gate: what"),
     ],
 )
-def test_a_handshake_that_did_not_succeed(
+def test_handshake_errors(
     error: Exception | None, elapsed: float, kind: type[Exception], words: str
 ) -> None:
-    found = faults.handshake_failed(BEHIND, error, elapsed, 10)
+    found = faults.handshake_error(BEHIND, error, elapsed, 10)
     assert type(found) is kind
     assert words in str(found)
 
 
 def test_a_host_behind_another_gets_the_line_and_not_a_scan() -> None:
-    error = faults.host_key_refused(BEHIND, Verdict.UNKNOWN, "ssh-ed25519", b"key", None)
+    error = faults.host_key_error(BEHIND, HostKeyStatus.UNKNOWN, "ssh-ed25519", b"key", None)
     assert isinstance(error, errors.UnknownHostKeyError)
     assert "echo 'inner ssh-ed25519 a2V5' >> " in str(error)
     assert "through gate" in str(error)
@@ -100,25 +100,27 @@ def test_a_host_behind_another_gets_the_line_and_not_a_scan() -> None:
 
 def test_hints_are_quoted_for_the_shell() -> None:
     line = KnownKey("ssh-ed25519", "b3RoZXI=", None, "/h/known hosts:7")
-    error = faults.host_key_refused(TARGET, Verdict.CHANGED, "ssh-ed25519", b"key", line)
+    error = faults.host_key_error(TARGET, HostKeyStatus.CHANGED, "ssh-ed25519", b"key", line)
     assert "ssh-keygen -f '/h/known hosts' -R '[10.0.0.1]:2222'" in str(error)
     assert "ssh-keyscan -t ed25519 -p 2222 10.0.0.1 >> '/h/known hosts'" in str(error)
-    assert faults.fingerprint(b"other") in str(error)
+    assert faults.key_fingerprint(b"other") in str(error)
     assert "/h/known hosts:7" in str(error)
-    revoked = faults.host_key_refused(TARGET, Verdict.REVOKED, "ssh-ed25519", b"key", line)
+    revoked = faults.host_key_error(TARGET, HostKeyStatus.REVOKED, "ssh-ed25519", b"key", line)
     assert isinstance(revoked, errors.RevokedHostKeyError)
     assert "is revoked by /h/known hosts:7" in str(revoked)
     authority = KnownKey("ssh-ed25519", "b3RoZXI=", "@cert-authority", "/h/k:1")
-    unknown = faults.host_key_refused(TARGET, Verdict.UNKNOWN, "ssh-rsa", b"key", authority)
+    unknown = faults.host_key_error(TARGET, HostKeyStatus.UNKNOWN, "ssh-rsa", b"key", authority)
     assert "/h/k:1 trusts a certificate authority" in str(unknown)
 
 
-def every(kind: type[errors.HostError]) -> list[type[errors.HostError]]:
-    return [kind, *(below for child in kind.__subclasses__() for below in every(child))]
+def all_error_classes(kind: type[errors.HostError]) -> list[type[errors.HostError]]:
+    return [kind, *(below for child in kind.__subclasses__() for below in all_error_classes(child))]
 
 
-def test_every_error_is_an_unreachable_host_with_words_of_its_own() -> None:
-    kinds = [kind for kind in every(errors.HostError) if kind is not errors.HostKeyError]
+def test_every_error_has_its_own_summary() -> None:
+    kinds = [
+        kind for kind in all_error_classes(errors.HostError) if kind is not errors.HostKeyError
+    ]
     assert len({kind.summary for kind in kinds}) == len(kinds)
     for kind in kinds:
         error = kind("h", "what", hint="do that")

@@ -1,4 +1,4 @@
-"""known_hosts files, and what a host's key is judged by."""
+"""Tests of the known_hosts parser and of host key checks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flagscale.hosts.ssh.known_hosts import (
-    Verdict,
-    judge,
-    known_kinds,
-    lookup,
-    parse,
-    read,
+    HostKeyStatus,
+    check_host_key,
+    list_trusted_kinds,
+    lookup_keys,
+    parse_known_hosts,
+    read_known_hosts,
 )
 
 KEY, OTHER = b"key", b"other"
@@ -51,51 +51,58 @@ def hashed(name: str) -> str:
         ("|1|broken", "node", False),
     ],
 )
-def test_how_lines_name_hosts(names: str, name: str, known: bool) -> None:
-    found = parse(f"# comment\n\n{names} {ED} {b64(KEY)} a comment\n", "f").keys_of(name)
+def test_lines_match_hosts(names: str, name: str, known: bool) -> None:
+    found = parse_known_hosts(f"# comment\n\n{names} {ED} {b64(KEY)} a comment\n", "f").keys_of(
+        name
+    )
     assert [key.where for key in found] == (["f:3"] if known else [])
 
 
 @pytest.mark.parametrize(
     ("lines", "verdict", "line"),
     [
-        pytest.param([], Verdict.UNKNOWN, None, id="empty"),
-        pytest.param([f"h {ED} {b64(KEY)}"], Verdict.KNOWN, "f:1", id="known"),
-        pytest.param([f"h {ED} {b64(OTHER)}"], Verdict.CHANGED, "f:1", id="changed"),
+        pytest.param([], HostKeyStatus.UNKNOWN, None, id="empty"),
+        pytest.param([f"h {ED} {b64(KEY)}"], HostKeyStatus.KNOWN, "f:1", id="known"),
+        pytest.param([f"h {ED} {b64(OTHER)}"], HostKeyStatus.CHANGED, "f:1", id="changed"),
         pytest.param(
-            [f"h {ED} {b64(OTHER)}", f"h {ED} {b64(KEY)}"], Verdict.KNOWN, "f:2", id="two-keys"
+            [f"h {ED} {b64(OTHER)}", f"h {ED} {b64(KEY)}"],
+            HostKeyStatus.KNOWN,
+            "f:2",
+            id="two-keys",
         ),
-        pytest.param([f"h {RSA} {b64(OTHER)}"], Verdict.UNKNOWN, "f:1", id="only-another-type"),
+        pytest.param(
+            [f"h {RSA} {b64(OTHER)}"], HostKeyStatus.UNKNOWN, "f:1", id="only-another-type"
+        ),
         pytest.param(
             [f"h {ED} {b64(KEY)}", f"@revoked * {ED} {b64(KEY)}"],
-            Verdict.REVOKED,
+            HostKeyStatus.REVOKED,
             "f:2",
             id="revoked",
         ),
         pytest.param(
-            [f"@cert-authority * {ED} {b64(KEY)}"], Verdict.UNKNOWN, "f:1", id="authority"
+            [f"@cert-authority * {ED} {b64(KEY)}"], HostKeyStatus.UNKNOWN, "f:1", id="authority"
         ),
-        pytest.param([f"h {ED} not*base64"], Verdict.CHANGED, "f:1", id="damaged"),
+        pytest.param([f"h {ED} not*base64"], HostKeyStatus.CHANGED, "f:1", id="damaged"),
     ],
 )
-def test_verdicts(lines: list[str], verdict: Verdict, line: str | None) -> None:
-    found = parse("\n".join(lines), "f").keys_of("h")
-    decided, by = judge(found, ED, KEY)
+def test_host_key_status(lines: list[str], verdict: HostKeyStatus, line: str | None) -> None:
+    found = parse_known_hosts("\n".join(lines), "f").keys_of("h")
+    decided, by = check_host_key(found, ED, KEY)
     assert (decided, by.where if by else None) == (verdict, line)
 
 
 def test_files_are_read_again_after_a_change(tmp_path: Path) -> None:
     path, none = tmp_path / "known_hosts", tmp_path / "none"
-    assert lookup([path, none], "h") == []
+    assert lookup_keys([path, none], "h") == []
     path.write_text(f"h {RSA} {b64(OTHER)}\n")
-    assert known_kinds(lookup([path, none], "h")) == [RSA]
-    assert read(path) is read(path)
+    assert list_trusted_kinds(lookup_keys([path, none], "h")) == [RSA]
+    assert read_known_hosts(path) is read_known_hosts(path)
     with path.open("a") as file:
         file.write(f"h {ED} {b64(KEY)}\nh {ED} {b64(OTHER)}\n")
-    assert known_kinds(lookup([path, none], "h")) == [RSA, ED]
+    assert list_trusted_kinds(lookup_keys([path, none], "h")) == [RSA, ED]
 
 
 @given(st.text())
-def test_no_text_breaks_the_reader(text: str) -> None:
-    for key in parse(text, "f").keys_of("h"):
+def test_parser_accepts_any_text(text: str) -> None:
+    for key in parse_known_hosts(text, "f").keys_of("h"):
         assert key.matches(KEY) in (True, False)

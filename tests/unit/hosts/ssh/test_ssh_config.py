@@ -1,4 +1,4 @@
-"""The user's SSH configuration becomes targets."""
+"""Tests of resolving hosts with the user's SSH configuration."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def config(home: Path, text: str) -> SshConfig:
 
 
 def route(target: SshTarget) -> list[str]:
-    """The hosts on the way, the first one first."""
+    """Return the names of the hosts on the route, first one first."""
     here = [f"{target.user}@{target.address}:{target.port}"]
     return here if target.via is None else route(target.via) + here
 
@@ -74,7 +74,7 @@ def test_options_of_an_alias(home: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (other.address, other.known_as) == ("gpu9", "gpu9")
 
 
-def test_what_the_launcher_is_told_wins(home: Path) -> None:
+def test_arguments_take_precedence(home: Path) -> None:
     loaded = config(home, "Host *\n  User a\n  Port 1\n  ProxyJump gate\n  IdentityFile ~/x\n")
     target = loaded.target("n", user="b", port=2, proxy="none")
     assert (target.user, target.port, target.via) == ("b", 2, None)
@@ -146,13 +146,19 @@ def test_include_keeps_the_block_it_stands_in(home: Path) -> None:
         pytest.param("Host n\n ProxyJump a b\n", r"ProxyJump: 'a b' is not", id="jump"),
         pytest.param(
             "Host n\n ProxyJump a\nHost a\n ProxyJump b\nHost b\n ProxyJump a\n",
-            r"goes in a circle: n -> a -> b -> a",
-            id="circle",
+            r"forms a loop: n -> a -> b -> a",
+            id="loop",
+        ),
+        pytest.param(
+            "Host n\n ProxyJump h1\n"
+            + "".join(f"Host h{number}\n ProxyJump h{number + 1}\n" for number in range(1, 12)),
+            r"takes more than 8 jumps: n -> h1 -> h2",
+            id="too-many-jumps",
         ),
         pytest.param("Include config\n", r"Include goes deeper than 16", id="endless-include"),
     ],
 )
-def test_what_cannot_be_understood(home: Path, text: str, message: str) -> None:
+def test_invalid_configuration_is_rejected(home: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         config(home, text).target("n")
     assert caught.value.exit_code == 2

@@ -1,0 +1,185 @@
+"""Workers of other hosts, seen from the process that controls them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from flagscale.errors import FlagscaleError
+from flagscale.hosts.connection import CommandResult, HostConnection, OutputCallback
+from flagscale.hosts.errors import HostError
+from flagscale.hosts.program import shell_assignment
+from flagscale.hosts.workers.messages import ControlEndpoint, ControllerLine, WorkerLine
+from flagscale.hosts.workers.task import WorkerTask, python_path
+from flagscale.records import decode, encode, from_record
+
+_SEND_SECONDS = 20.0
+_STDERR_KEPT = 2000
+# The pipe must be the one that this very worker holds: the pid may belong to another process by
+# now. Otherwise nothing is written.
+_WRITE_LINE = """\
+commands=/proc/$pid/fd/$descriptor
+[ "$(readlink "$commands")" = "$pipe" ] || exit 3
+printf '%s\\n' "$line" >"$commands"
+"""
+EventT = TypeVar("EventT")
+
+
+def run_on_host(
+    host: HostConnection,
+    task: WorkerTask,
+    *,
+    timeout: float | None,
+    on_stdout: OutputCallback | None = None,
+    on_stderr: OutputCallback | None = None,
+) -> CommandResult:
+    """Run a task on a host and wait for its end. Closeable the connection closes its stdout.
+
+    Raises:
+        HostError: the host cannot be reached, or was lost.
+    """
+    return host.run(
+        ["env", f"PYTHONPATH={python_path()}", *task.command],
+        stdin=task.to_stdin(),
+        timeout=timeout,
+        on_stdout=on_stdout,
+        on_stderr=on_stderr,
+    )
+
+
+def cannot_run(program: str, stderr: str, exit_status: int) -> str:
+    """Return the sentence for a host whose Python did not run a task: the last line of stderr says
+    why, for example that the project is not there."""
+    lines = stderr.strip().splitlines() or [f"exit code {exit_status}"]
+    return f"{sys.executable} there cannot run the {program}: {lines[-1]}"
+
+
+class WorkerListener(Protocol[EventT]):
+    """Receiver of what workers send. Each worker calls it from a thread of its own."""
+
+    def on_event(self, worker: RemoteWorker[EventT], event: EventT) -> object:
+        """Receive an event."""
+
+    def on_failure(self, worker: RemoteWorker[EventT], reason: str) -> object:
+        """Receive the reason why a worker failed, or could not be started."""
+
+    def on_exit(self, worker: RemoteWorker[EventT]) -> object:
+        """Called last: the worker has ended, or its connection was lost."""
+
+
+@dataclass
+class RemoteWorker(Generic[EventT]):
+    """A worker with a control channel on a host. Its function opens a :class:`.ControlChannel`."""
+
+    name: str
+    """Name of the host, for messages."""
+    program: str
+    """Name of the worker's program, for messages."""
+    host: HostConnection
+    task: WorkerTask
+    event: type[EventT]
+    """Dataclass of the events."""
+    listener: WorkerListener[EventT]
+    endpoint: ControlEndpoint | None = None
+    """Set once the worker reads commands."""
+    ended: threading.Event = field(default_factory=threading.Event)
+    _stderr: str = ""
+    _partial: bytes = b""
+    _sending: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self) -> None:
+        """Start the worker, and a thread that reads its events."""
+        threading.Thread(target=self._run, name=f"worker {self.name}", daemon=True).start()
+
+    def send(self, command: Any) -> bool:
+        """Send a command, a dataclass. Returns whether the worker was there to read it.
+
+        Raises:
+            HostError: the host cannot be reached.
+        """
+        return self._send_line(ControllerLine("command", encode(command)))
+
+    def renew_lease(self) -> bool:
+        """Renew the worker's lease; otherwise as :meth:`send`."""
+        return self._send_line(ControllerLine("renew"))
+
+    def request_exit(self) -> bool:
+        """Have the worker end; otherwise as :meth:`send`."""
+        return self._send_line(ControllerLine("end"))
+
+    def _send_line(self, line: ControllerLine) -> bool:
+        if self.endpoint is None or self.ended.is_set():
+            return False
+        values = {
+            "pid": str(self.endpoint.pid),
+            "descriptor": str(self.endpoint.descriptor),
+            "pipe": self.endpoint.pipe,
+            "line": encode(line),
+        }
+        script = "\n".join([*(shell_assignment(*pair) for pair in values.items()), _WRITE_LINE])
+        with self._sending:
+            return self.host.run_script(script, timeout=_SEND_SECONDS).ok
+
+    def _run(self) -> None:
+        try:
+            result = run_on_host(
+                self.host,
+                self.task,
+                timeout=None,
+                on_stdout=self._read,
+                on_stderr=self._keep_stderr,
+            )
+            if result.exit_status and self.endpoint is None:
+                reason = cannot_run(self.program, self._stderr, result.exit_status)
+                self.listener.on_failure(self, reason)
+        except FlagscaleError as error:
+            self.listener.on_failure(self, error.message.removeprefix(f"{self.name}: "))
+        finally:
+            self.ended.set()
+            self.listener.on_exit(self)
+
+    def _keep_stderr(self, data: bytes) -> None:
+        self._stderr = (self._stderr + data.decode(errors="replace"))[-_STDERR_KEPT:]
+
+    def _read(self, data: bytes) -> None:
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        for text in lines:
+            line = _parse_line(text)
+            if line is None:
+                continue  # output of a login shell
+            if line.endpoint is not None:
+                self.endpoint = line.endpoint
+            elif line.failure:
+                self.listener.on_failure(self, line.failure)
+            else:
+                self.listener.on_event(self, decode(self.event, line.event))
+
+
+def _parse_line(text: bytes) -> WorkerLine | None:
+    try:
+        return from_record(WorkerLine, json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+
+
+def for_each_worker(
+    workers: Sequence[RemoteWorker[EventT]], action: Callable[[RemoteWorker[EventT]], object]
+) -> None:
+    """Call ``action`` for all workers at the same time. A host that cannot be reached is reported
+    as the worker's failure; workers that have ended are skipped by the action."""
+
+    def run(worker: RemoteWorker[EventT]) -> None:
+        try:
+            action(worker)
+        except HostError as error:
+            worker.listener.on_failure(worker, error.message.removeprefix(f"{worker.name}: "))
+
+    threads = [threading.Thread(target=run, args=(worker,), daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_SEND_SECONDS + 5)
