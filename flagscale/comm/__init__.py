@@ -1,7 +1,7 @@
 """Communication backends that a YAML can name.
 
-Importing it makes the backend ``fsccl`` known to ``torch.distributed``, now or when torch is
-imported.
+Importing this package registers the backend ``fsccl`` with ``torch.distributed``, now or as soon
+as torch is imported.
 """
 
 from __future__ import annotations
@@ -16,4 +16,4 @@ def _register() -> None:
         import flagscale.comm.fsccl  # noqa: F401
 
 
-after_torch.call(_register)
+after_torch.call_after_torch(_register)

@@ -1,7 +1,8 @@
-"""Something that is to happen as soon as torch is there, without importing it.
+"""Hook that runs an action as soon as torch has been imported, without importing it.
 
-``import flagscale.comm`` makes the backend ``fsccl`` known to torch, and is also what the launcher
-imports on machines without torch, and where importing torch would take longer than all it does.
+``import flagscale.comm`` registers the backend ``fsccl`` with torch. The launcher imports it
+too, on machines without torch, and where importing torch would take longer than the launcher's
+own work.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_NAME = "torch"
+_MODULE = "torch"
 
 
-def call(action: Callable[[], None]) -> None:
-    """Call ``action`` now if torch is imported, else right after it has been."""
-    torch = sys.modules.get(_NAME)
-    # While it is being imported its spec says so, and the end of that cannot be hooked any more.
+def call_after_torch(action: Callable[[], None]) -> None:
+    """Call ``action`` now if torch is imported, otherwise right after its import."""
+    torch = sys.modules.get(_MODULE)
+    # A partially imported module is marked in its spec. The end of that import can no longer be
+    # hooked.
     if torch is not None and not getattr(torch.__spec__, "_initializing", False):
         action()
     elif torch is None:
@@ -29,30 +31,33 @@ def call(action: Callable[[], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds torch as all others would, and lets its loader call ``action`` at the end."""
+    """Finder that delegates to the other finders and wraps torch's loader so that it calls
+    ``action``.
+    """
 
     def __init__(self, action: Callable[[], None]) -> None:
         self.action = action
-        self._asks_others = False
+        self._is_delegating = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _NAME or self._asks_others:
+        if fullname != _MODULE or self._is_delegating:
             return None
-        self._asks_others = True
+        self._is_delegating = True
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self._asks_others = False
-        # Who only asks whether there is a torch gets such a spec, too, and never runs its loader.
+            self._is_delegating = False
+        # A caller that only checks whether torch is installed gets such a spec too, but does not
+        # run its loader.
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self)
         return spec
 
 
 class _Loader(Loader):
-    """The loader that it stands for, but for what follows."""
+    """Wrapper of torch's loader that runs the action after the module has been executed."""
 
     def __init__(self, real: Loader, finder: _Finder) -> None:
         self._real, self._finder = real, finder
@@ -71,5 +76,5 @@ class _Loader(Loader):
             sys.meta_path.remove(self._finder)
             try:
                 self._finder.action()
-            except Exception as error:  # noqa: BLE001 - torch itself is fine, and stays
+            except Exception as error:  # noqa: BLE001 - torch itself works and stays imported
                 warnings.warn(f"after importing torch: {error}", RuntimeWarning, stacklevel=2)

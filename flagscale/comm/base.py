@@ -1,4 +1,4 @@
-"""What an adapter of a communication backend says and does. Imports no torch."""
+"""Base class of the adapters of communication backends. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flagscale.accelerators.registry import accelerator
+from flagscale.accelerators.registry import get_accelerator
 from flagscale.comm import options as comm_options
 from flagscale.comm.options import Option, OptionValues
 
@@ -17,99 +17,125 @@ if TYPE_CHECKING:
     import torch
 
 DeviceType = str
-"""A kind of device, as :mod:`flagscale.accelerators` knows it."""
+"""A kind of device in :mod:`flagscale.accelerators`, such as ``cuda``."""
 
 OPERATIONS = (
-    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v"),
-    *("broadcast", "reduce", "gather", "scatter", "sendrecv", "permute", "barrier"),
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "all_to_all_v",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "sendrecv",
+    "permute",
+    "barrier",
 )
-"""What ``torch.distributed`` can ask of a backend, as the benchmark calls it."""
+"""Operations of ``torch.distributed``, with the names that the benchmark uses."""
 
-TRAINING = ("all_reduce", "all_gather", "broadcast", "sendrecv")
-"""What training needs whatever its layout is; pipeline stages send and receive."""
+TRAINING_OPERATIONS = ("all_reduce", "all_gather", "broadcast", "sendrecv")
+"""Operations that training uses with every layout. Pipeline stages use sendrecv."""
 
 
 class CommBackend(ABC):
-    """How one communication library is used through ``torch.distributed``."""
+    """Adapter that makes a communication library usable through ``torch.distributed``."""
 
     name: str
-    """What a YAML calls it."""
+    """Name in a YAML."""
     summary: str
     """One line for ``--help`` and documentation."""
     devices: tuple[DeviceType, ...]
-    """The devices whose tensors it moves, by kind or by torch's type of them."""
+    """Devices whose tensors it supports, by kind or by torch device type."""
     operations: tuple[str, ...] = OPERATIONS
-    """What it can do on some device, of :data:`OPERATIONS`."""
-    own_options: tuple[Option, ...] = ()
-    """What a YAML may set of it beside its :attr:`environment`, or of that with its values."""
+    """Subset of :data:`OPERATIONS` that it supports on any device."""
+    specific_options: tuple[Option, ...] = ()
+    """Options in a YAML that are not in :attr:`environment`, or that restrict the values of a
+    variable.
+    """
     how_to_get: str = ""
-    """What to do where it is missing."""
+    """Instructions for installing it."""
     environment: ClassVar[Mapping[str, str]] = {}
-    """Variables that steer it, each with what it does."""
+    """Environment variables that configure it, with their documentation."""
 
-    def serves(self, device: DeviceType) -> bool:
-        """Whether it moves tensors of ``device``."""
-        return device in self.devices or accelerator(device).torch_type in self.devices
+    def supports_device(self, device: DeviceType) -> bool:
+        """Return True if it supports tensors on ``device``."""
+        return device in self.devices or get_accelerator(device).torch_type in self.devices
 
-    def operations_on(self, device: DeviceType) -> tuple[str, ...]:
-        """What it can do with tensors of ``device``, of :data:`OPERATIONS`."""
+    def operations_for(self, device: DeviceType) -> tuple[str, ...]:
+        """Return the subset of :data:`OPERATIONS` that it supports for tensors on ``device``."""
         return self.operations
 
     @abstractmethod
-    def unavailable(self, device: DeviceType) -> str | None:
-        """Why this machine cannot use it for tensors of ``device``; None when it can."""
+    def explain_unavailable(self, device: DeviceType) -> str | None:
+        """Return the reason why this machine cannot use it for tensors on ``device``; None if it
+        can.
+        """
 
     def torch_backend(self, device: DeviceType) -> str:
-        """The ``backend`` argument of ``torch.distributed.init_process_group``."""
+        """Return the ``backend`` argument of ``torch.distributed.init_process_group``."""
         return self.name
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """Everything a YAML may set of it, under ``train.system.comm``."""
-        told = {option.variable for option in self.own_options}
-        others = {name: doc for name, doc in self.environment.items() if name not in told}
-        return (*self.own_options, *comm_options.of_variables(self.name, others))
+        """All options in a YAML, under ``train.system.comm``."""
+        specific_variables = {option.variable for option in self.specific_options}
+        other_variables = {
+            name: doc for name, doc in self.environment.items() if name not in specific_variables
+        }
+        return (
+            *self.specific_options,
+            *comm_options.options_from_variables(self.name, other_variables),
+        )
 
-    def export(self, values: OptionValues) -> None:
-        """Set the variables of this process that options amount to; before :meth:`creating`."""
-        comm_options.export(self.options, values)
+    def export_options(self, values: OptionValues) -> None:
+        """Set this process's environment variables for option values; call it before
+        :meth:`creation_context`.
+        """
+        comm_options.export_variables(self.options, values)
 
     def init_options(
         self, device: torch.device, values: OptionValues | None = None
     ) -> Mapping[str, Any]:
-        """Further arguments of ``init_process_group`` for a rank on ``device``, with the options
-        that a YAML sets."""
+        """Return further arguments of ``init_process_group`` for a rank on ``device`` and option
+        values.
+        """
         return {}
 
     @contextmanager
-    def creating(self) -> Iterator[None]:
-        """What must hold while its process groups are created: a plug-in imported, a switch set."""
+    def creation_context(self) -> Iterator[None]:
+        """Context manager for the creation of process groups, which imports a plug-in or sets a
+        flag.
+        """
         yield
 
     def version(self) -> str | None:
-        """Its version; None where it cannot be told, or where it is not installed."""
+        """Return its version; None if it is not installed or its version is unknown."""
         return None
 
     def origin(self) -> str | None:
-        """Where this machine's comes from, if that is more than its version says."""
+        """Return the origin of this machine's build, if the version does not imply it."""
         return None
 
-    def misfit(self, values: OptionValues, ranks: int) -> str | None:
-        """Why these options do not fit a job of so many ranks; None where they do."""
+    def explain_mismatch(self, values: OptionValues, ranks: int) -> str | None:
+        """Return the reason why option values do not fit a job of ``ranks`` ranks; None if they
+        do."""
         return None
 
-    def resolve(self, device: DeviceType) -> CommBackend:
-        """The backend that really runs: itself, unless it stands for a choice."""
+    def resolve_for(self, device: DeviceType) -> CommBackend:
+        """Return the backend that really runs on ``device``: itself, unless it stands for a
+        choice."""
         return self
 
 
-def missing_torch() -> str | None:
-    """Why torch cannot be used; None when it can."""
+def explain_missing_torch() -> str | None:
+    """Return the reason why torch cannot be used; None if it can."""
     return None if importlib.util.find_spec("torch") else "torch is not installed"
 
 
 def distribution_version(*names: str) -> str | None:
-    """The version of the first of these packages that is installed."""
+    """Return the version of the first of these packages that is installed."""
     for name in names:
         try:
             return importlib.metadata.version(name)
@@ -118,6 +144,6 @@ def distribution_version(*names: str) -> str | None:
     return None
 
 
-def device_missing(device: DeviceType) -> str | None:
-    """Why no such device can be used here; None when one can. Imports torch."""
-    return accelerator(device).missing()
+def explain_missing_device(device: DeviceType) -> str | None:
+    """Return the reason why no such device can be used here; None if one can. Imports torch."""
+    return get_accelerator(device).explain_unavailable()

@@ -1,9 +1,9 @@
-"""Whether this machine can use a communication backend: what a preflight asks a host's Python.
+"""Check whether this machine can use a communication backend. A preflight runs it on every host.
 
     python -m flagscale.comm.check NAME [auto or a kind of device]
 
-prints one line of JSON: ``device``, ``version`` and, where training could not use the backend,
-``problem`` and ``hint``. Imports torch, in which several backends are or are not.
+It prints one line of JSON: ``device``, ``version`` and, if training could not use the backend,
+``problem`` and ``hint``. It imports torch, because several backends depend on torch's build.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ import json
 import sys
 from collections.abc import Sequence
 
-from flagscale.accelerators.registry import CPU, chosen
+from flagscale.accelerators.registry import CPU, choose_accelerator
 from flagscale.comm import registry
-from flagscale.comm.base import TRAINING, missing_torch
+from flagscale.comm.base import TRAINING_OPERATIONS, explain_missing_torch
 from flagscale.errors import ConfigError
 
 
-def check(name: str, device: str = "auto") -> dict[str, str | None]:
-    """What the host answers for the backend ``name`` with ranks on ``device``."""
-    if missing := missing_torch():
-        return {"problem": missing, "hint": "install the `train` extra"}
+def check_backend(name: str, device: str = "auto") -> dict[str, str | None]:
+    """Return the result of the check for the backend ``name`` with ranks on ``device``."""
+    if problem := explain_missing_torch():
+        return {"problem": problem, "hint": "install the `train` extra"}
     kind = device
     try:
-        found = chosen(device)
-        kind = CPU if found.missing() else found.name
-        backend = registry.usable(name, kind, TRAINING)
+        accelerator = choose_accelerator(device)
+        kind = CPU if accelerator.explain_unavailable() else accelerator.name
+        backend = registry.get_usable_backend(name, kind, TRAINING_OPERATIONS)
     except ConfigError as error:
         message = error.message.removeprefix("distributed_backend: ")
         return {"device": kind, "problem": message, "hint": error.hint}
-    said = (backend.version(), backend.origin())
-    return {"device": kind, "version": ", ".join(filter(None, said)) or None}
+    version_parts = (backend.version(), backend.origin())
+    return {"device": kind, "version": ", ".join(filter(None, version_parts)) or None}
 
 
-def main(words: Sequence[str]) -> int:
-    """Answer on standard output; the exit code."""
-    print(json.dumps(check(*words)))
+def main(arguments: Sequence[str]) -> int:
+    """Print the result of the check and return the exit code."""
+    print(json.dumps(check_backend(*arguments)))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The adapter of fsccl, the collective library in this repository."""
+"""Adapter of fsccl, the collective library of this project."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flagscale import __version__
-from flagscale.comm.base import CommBackend, DeviceType, device_missing, missing_torch
+from flagscale.comm.base import (
+    CommBackend,
+    DeviceType,
+    explain_missing_device,
+    explain_missing_torch,
+)
 from flagscale.comm.options import Option, OptionValues
 from flagscale.errors import ConfigError
 
@@ -17,28 +22,30 @@ if TYPE_CHECKING:
 
 
 class Fsccl(CommBackend):
+    """Adapter of fsccl."""
+
     name = "fsccl"
-    summary = "this project's collectives: shared memory in a host, messages between clusters"
+    summary = "this project's collectives: shared memory within a host, messages between clusters"
     devices = ("cpu", "cuda")
-    how_to_get = "a wheel with a prebuilt one, or a C++17 compiler and ninja (docs/fsccl.md)"
+    how_to_get = "a wheel with a prebuilt one, or a C++17 compiler and ninja (docs/design/fsccl.md)"
     environment: ClassVar[Mapping[str, str]] = {
-        "FSCCL_DEBUG": "INFO: say which algorithm each operation took",
-        "FSCCL_CLUSTERS": "sizes of clusters, split by hand, such as 4,4",
-        "FSCCL_CUDA": "0: leave CUDA tensors alone, also where there is a GPU",
+        "FSCCL_DEBUG": "INFO: log the algorithm of each operation",
+        "FSCCL_CLUSTERS": "manual sizes of clusters (ranks that share memory), such as 4,4",
+        "FSCCL_CUDA": "0: do not handle CUDA tensors, even where there is a GPU",
         "FSCCL_SOCKET_IFNAME": "the network interface between hosts",
-        "FSCCL_TCP_INTERFACES": "how many of these share large messages",
-        "FSCCL_ALGO": "all_reduce between clusters by ring, tree or transpose; auto: by size",
-        "FSCCL_PIPELINE_K": "pipelined schedules of so many chunks; 0: other algorithms",
-        "FSCCL_PIPELINE_NELEM": "elements of a send of a pipelined schedule",
-        "FSCCL_TAIL": "bounded: all_reduce of large floats by datagrams, in bounded time",
-        "FSCCL_TAIL_GROUPS": "groups that sum so, by patterns of their group_desc; else all",
-        "FSCCL_TAIL_BYTES": "the smallest all_reduce in bounded time",
-        "FSCCL_TAIL_LIMIT": "percent of one that may be left out",
-        "FSCCL_TAIL_ABOVE": "above that limit: repeat it exactly, or skip it",
-        "FSCCL_TAIL_FEEDBACK": "true: what is left out is added to the next gradient",
-        "FSCCL_TAIL_RATE": "Mbit/s that a rank sends in bounded time; 0: learned",
+        "FSCCL_TCP_INTERFACES": "number of these interfaces that share large messages",
+        "FSCCL_ALGO": "all_reduce between clusters: ring, tree or transpose; auto: by size",
+        "FSCCL_PIPELINE_K": "number of chunks of pipelined schedules; 0: other algorithms",
+        "FSCCL_PIPELINE_NELEM": "elements per send of a pipelined schedule",
+        "FSCCL_TAIL": "bounded: all_reduce of large float tensors over UDP, in bounded time",
+        "FSCCL_TAIL_GROUPS": "groups that use it, as patterns of their group_desc; default: all",
+        "FSCCL_TAIL_BYTES": "minimum size of an all_reduce in bounded time, in bytes",
+        "FSCCL_TAIL_LIMIT": "maximum percentage of an all_reduce that may be missing",
+        "FSCCL_TAIL_ABOVE": "above this limit: repeat the operation exactly, or skip it",
+        "FSCCL_TAIL_FEEDBACK": "true: missing parts are added to the next gradient",
+        "FSCCL_TAIL_RATE": "send rate of a rank in bounded time, in Mbit/s; 0: estimated",
     }
-    own_options = (
+    specific_options = (
         Option(
             "debug",
             environment["FSCCL_DEBUG"],
@@ -51,7 +58,7 @@ class Fsccl(CommBackend):
             environment["FSCCL_CLUSTERS"],
             variable="FSCCL_CLUSTERS",
             pattern="[1-9][0-9]{0,5}(,[1-9][0-9]{0,5})*",
-            shape="sizes with commas between them, such as 4,4",
+            shape="comma-separated sizes, such as 4,4",
         ),
         Option(
             "algo",
@@ -87,7 +94,7 @@ class Fsccl(CommBackend):
             environment["FSCCL_TAIL_GROUPS"],
             variable="FSCCL_TAIL_GROUPS",
             pattern=r"[^,\s]+(,[^,\s]+)*",
-            shape="patterns with commas between them, such as *DATA_PARALLEL*",
+            shape="comma-separated patterns, such as *DATA_PARALLEL*",
         ),
         Option(
             "tail_bytes",
@@ -125,49 +132,50 @@ class Fsccl(CommBackend):
         ),
     )
 
-    def unavailable(self, device: DeviceType) -> str | None:
-        if missing := missing_torch():
-            return missing
+    def explain_unavailable(self, device: DeviceType) -> str | None:
+        if problem := explain_missing_torch():
+            return problem
         from flagscale.comm.fsccl.build import unavailable
-        from flagscale.comm.fsccl.native import why_no_cuda
+        from flagscale.comm.fsccl.native import explain_no_cuda
 
-        if device == "cuda":  # its engine for GPUs is written for NVIDIA's
+        if device == "cuda":  # the GPU engine supports NVIDIA only
             try:
-                missing = device_missing(device) or why_no_cuda()
+                problem = explain_missing_device(device) or explain_no_cuda()
             except ConfigError as error:
-                missing = str(error)
-            if missing:
-                return missing
+                problem = str(error)
+            if problem:
+                return problem
         return unavailable()
 
     def init_options(
         self, device: torch.device, values: OptionValues | None = None
     ) -> Mapping[str, Any]:
-        if device.type == "cpu":  # also on a host with GPUs: its tensors need not go there
+        # also on a host with GPUs, because tensors of a CPU rank never go there
+        if device.type == "cpu":
             os.environ.setdefault("FSCCL_DEVICE", "cpu")
         return {}
 
     @contextmanager
-    def creating(self) -> Iterator[None]:
-        # Importing it is what makes torch know the name.
+    def creation_context(self) -> Iterator[None]:
+        # Importing the package registers the backend with torch.
         import flagscale.comm.fsccl  # noqa: F401
         from flagscale.comm.fsccl.build import load_extension
 
-        # Compiled now where it must be, and not while the ranks wait for each other.
+        # If compilation is necessary, it happens here and not while ranks wait for each other.
         load_extension()
         yield
 
-    def misfit(self, values: OptionValues, ranks: int) -> str | None:
+    def explain_mismatch(self, values: OptionValues, ranks: int) -> str | None:
         sizes = str(values.get("clusters") or os.environ.get("FSCCL_CLUSTERS") or ranks)
-        given = sum(int(size) for size in sizes.split(",") if size.isdecimal())
-        if given == ranks:
+        total = sum(int(size) for size in sizes.split(",") if size.isdecimal())
+        if total == ranks:
             return None
-        return f"clusters={sizes}: the sizes add up to {given}, and there are {ranks} rank(s)"
+        return f"clusters={sizes}: the sizes add up to {total}, and there are {ranks} rank(s)"
 
     def version(self) -> str | None:
         return __version__
 
     def origin(self) -> str | None:
-        from flagscale.comm.fsccl.build import how
+        from flagscale.comm.fsccl.build import describe_origin
 
-        return how()
+        return describe_origin()

@@ -1,4 +1,5 @@
-"""``flagscale comm list``: every backend, whether it works here, and how to get what is missing."""
+"""Command ``flagscale comm list``: all backends, whether they work here, and how to install
+them."""
 
 from __future__ import annotations
 
@@ -11,74 +12,84 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
-from flagscale.accelerators.registry import CPU, accelerators
+from flagscale.accelerators.registry import CPU, list_device_accelerators
 from flagscale.comm import registry
 from flagscale.comm.base import OPERATIONS, DeviceType
 
 
 @dataclass(frozen=True)
-class Listed:
-    """One backend on this machine."""
+class BackendListing:
+    """State of one backend on this machine."""
 
     name: str
     summary: str
     states: dict[DeviceType, str]
-    """By kind of device ``yes``, ``-`` (not made for it), or why not."""
+    """By kind of device: ``yes``, ``-`` (not supported), or the reason why it is unavailable."""
     version: str | None
     how_to_get: str
     environment: dict[str, str]
     operations: dict[DeviceType, tuple[str, ...]]
-    """What it can do, on each device it is made for."""
+    """Supported operations by kind of device, without unsupported devices."""
     options: dict[str, str]
-    """What a YAML may set under ``train.system.comm``, with its meaning."""
+    """Documentation of the options under ``train.system.comm``, by name."""
 
     @property
-    def works(self) -> bool:
+    def is_usable(self) -> bool:
         return "yes" in self.states.values()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, with an entry for each kind of device."""
+        """Return plain data, with one entry per kind of device."""
         plain = asdict(self)
         states = plain.pop("states")
         return {**plain, **states}
 
 
-def listed() -> list[Listed]:
-    """Every backend that a YAML can name."""
-    found = []
-    for name in registry.names():
-        backend = registry.backend(name)
+def list_backends() -> list[BackendListing]:
+    """Return the state of every backend that a YAML can name."""
+    listings = []
+    for name in registry.list_backend_names():
+        backend = registry.get_backend(name)
 
         def state(device: DeviceType, backend: registry.CommBackend = backend) -> str:
-            if not backend.serves(device):
+            if not backend.supports_device(device):
                 return "-"
-            return backend.unavailable(device) or "yes"
+            return backend.explain_unavailable(device) or "yes"
 
-        states = {kind: state(kind) for kind in (CPU, *(found.name for found in accelerators()))}
-        variables = dict(backend.environment)
-        operations = {k: tuple(backend.operations_on(k)) for k in states if backend.serves(k)}
+        states = {
+            kind: state(kind)
+            for kind in (CPU, *(device.name for device in list_device_accelerators()))
+        }
+        operations = {
+            k: tuple(backend.operations_for(k)) for k in states if backend.supports_device(k)
+        }
         options = {o.name: f"{o.doc} ({o.expected})" for o in backend.options}
-        found.append(
-            Listed(
-                *(name, backend.summary, states, backend.version()),
-                *(backend.how_to_get, variables, operations, options),
+        listings.append(
+            BackendListing(
+                name=name,
+                summary=backend.summary,
+                states=states,
+                version=backend.version(),
+                how_to_get=backend.how_to_get,
+                environment=dict(backend.environment),
+                operations=operations,
+                options=options,
             )
         )
-    return found
+    return listings
 
 
-def main(words: Sequence[str], *, prog: str) -> int:
-    """Carry out the command; the exit code."""
-    about = "Every backend, whether it works here, and how to get what is missing."
-    parser = argparse.ArgumentParser(prog=prog, description=about)
-    parser.add_argument("--json", action="store_true", help="for programs")
-    show("json" if parser.parse_args(words).json else "table")
+def main(arguments: Sequence[str], *, prog: str) -> int:
+    """Run the command and return its exit code."""
+    description = "Every backend, whether it works here, and how to get what is missing."
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    print_listing("json" if parser.parse_args(arguments).json else "table")
     return 0
 
 
-def show(form: Literal["table", "json"] = "table") -> None:
-    """Print the list."""
-    rows = listed()
+def print_listing(form: Literal["table", "json"] = "table") -> None:
+    """Print the list as a table or as JSON."""
+    rows = list_backends()
     if form == "json":
         print(json.dumps([row.to_json() for row in rows], indent=1))
         return
@@ -90,9 +101,9 @@ def show(form: Literal["table", "json"] = "table") -> None:
         table.add_row(row.name, row.version or "-", *marks, row.summary)
     console = Console(highlight=False, markup=False)
     console.print(table)
-    _show_details(console, rows)
+    _print_details(console, rows)
     for row in rows:
-        if row.works:
+        if row.is_usable:
             continue
         reasons = dict.fromkeys(t for t in row.states.values() if t not in ("yes", "-"))
         console.print(f"\n{row.name}: {'; '.join(reasons)}", soft_wrap=True)
@@ -101,28 +112,28 @@ def show(form: Literal["table", "json"] = "table") -> None:
     console.print("\nAlso: a map such as cpu:gloo,cuda:nccl.", soft_wrap=True)
 
 
-def _show_details(console: Console, rows: Sequence[Listed]) -> None:
-    """What backends cannot do, and what can be set of those that work here."""
+def _print_details(console: Console, rows: Sequence[BackendListing]) -> None:
+    """Print unsupported operations, and the options of all backends."""
     console.print(f"\noperations: {', '.join(OPERATIONS)}", soft_wrap=True)
     for row in rows:
-        for devices, lacking in _lacking(row).items():
-            console.print(f"  {row.name}{devices}: all but {lacking}", soft_wrap=True)
-    console.print("\nwhat train.system.comm of a YAML may set:", soft_wrap=True)
+        for devices, unsupported in _unsupported_operations(row).items():
+            console.print(f"  {row.name}{devices}: all but {unsupported}", soft_wrap=True)
+    console.print("\noptions of a YAML under train.system.comm:", soft_wrap=True)
     for row in rows:
-        # auto has those of the backends it chooses from.
+        # The options of auto are those of the backends it selects from.
         if row.options and row.name != "auto":
             console.print(f"  {row.name}", soft_wrap=True)
             for name, doc in row.options.items():
                 console.print(f"    {name}: {doc}", soft_wrap=True)
 
 
-def _lacking(row: Listed) -> dict[str, str]:
-    """The operations it cannot do, by the devices this holds for."""
-    found = {
+def _unsupported_operations(row: BackendListing) -> dict[str, str]:
+    """Return the unsupported operations as text, by a description of the devices concerned."""
+    missing_by_device = {
         f" on {device}": ", ".join(name for name in OPERATIONS if name not in able)
         for device, able in row.operations.items()
     }
-    texts = set(found.values())
-    # Said once where every device is the same.
-    shown = {"": texts.pop()} if len(texts) == 1 else found
-    return {where: text for where, text in shown.items() if text}
+    texts = set(missing_by_device.values())
+    # A single entry suffices if all devices are the same.
+    groups = {"": texts.pop()} if len(texts) == 1 else missing_by_device
+    return {where: text for where, text in groups.items() if text}

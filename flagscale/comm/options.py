@@ -1,8 +1,8 @@
-"""What a YAML may set of a communication backend, under ``train.system.comm``.
+"""Options of communication backends in a YAML, under ``train.system.comm``.
 
-Most libraries are steered by environment variables, so an adapter's documented variables are its
-options, under the variable's name without the library's: ``GLOO_SOCKET_IFNAME`` is
-``socket_ifname`` of gloo. Some adapters have options of their own beside these. Imports no torch.
+Most libraries are configured by environment variables. Therefore an adapter's documented
+variables are its options, named without the library's prefix: ``GLOO_SOCKET_IFNAME`` is
+``socket_ifname`` of gloo. Some adapters define further options. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OptionValues = Mapping[str, OptionValue]
 
 @dataclass(frozen=True)
 class Option:
-    """One of them."""
+    """One option of a communication backend."""
 
     name: str
     doc: str
@@ -30,14 +30,14 @@ class Option:
     minimum: int = 0
     maximum: int | None = None
     variable: str | None = None
-    """The environment variable that it becomes, if it becomes one."""
+    """Environment variable that the option sets, if any."""
     pattern: str | None = None
-    """What all of a text must match, if not every text will do; ``shape`` says it in words."""
+    """Regular expression that a text must match completely; ``shape`` describes it in messages."""
     shape: str = "a text"
 
     @property
     def expected(self) -> str:
-        """The values it takes, in words."""
+        """Description of the valid values."""
         if self.kind == "bool":
             return "true or false"
         if self.kind == "int":
@@ -46,10 +46,10 @@ class Option:
         return self.shape
 
     def convert(self, text: str) -> OptionValue:
-        """The value that ``text`` means.
+        """Convert text to a value.
 
         Raises:
-            ValueError: it means none.
+            ValueError: the text is no valid value.
         """
         if self.kind == "int":
             number = int(text)
@@ -63,8 +63,8 @@ class Option:
         return text.lower() == "true" if self.kind == "bool" else text
 
 
-def of_variables(library: str, environment: Mapping[str, str]) -> tuple[Option, ...]:
-    """The options that documented variables amount to."""
+def options_from_variables(library: str, environment: Mapping[str, str]) -> tuple[Option, ...]:
+    """Return the options for a library's documented environment variables."""
     prefix = f"{library.upper()}_"
     return tuple(
         Option(variable.removeprefix(prefix).lower(), doc, variable=variable)
@@ -72,20 +72,22 @@ def of_variables(library: str, environment: Mapping[str, str]) -> tuple[Option, 
     )
 
 
-def parse(backend: str, options: Sequence[Option], words: Iterable[str]) -> dict[str, OptionValue]:
-    """The values of ``name=value`` words.
+def parse_options(
+    backend: str, options: Sequence[Option], words: Iterable[str]
+) -> dict[str, OptionValue]:
+    """Parse ``name=value`` words to option values.
 
     Raises:
-        ConfigError: with every word that is no option of ``backend`` or has an unfit value.
+        ConfigError: contains every unknown option and every invalid value.
     """
-    known = {option.name: option for option in options}
+    option_by_name = {option.name: option for option in options}
     values: dict[str, OptionValue] = {}
     problems: list[Problem] = []
     for word in words:
         name, equals, text = word.partition("=")
-        option = known.get(name)
+        option = option_by_name.get(name)
         if option is None:
-            problems.append(Problem(name, _unknown(backend, name, known)))
+            problems.append(Problem(name, _unknown_option_message(backend, name, option_by_name)))
         elif not equals:
             problems.append(Problem(name, f"has no value; expected {option.expected}"))
         elif name in values:
@@ -100,17 +102,19 @@ def parse(backend: str, options: Sequence[Option], words: Iterable[str]) -> dict
     return values
 
 
-def _unknown(backend: str, name: str, known: Iterable[str]) -> str:
-    names = list(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
-    listed = f" (it has {', '.join(names)})" if names else " (it has none)"
-    return f"is no option of {backend}{meant}{listed}"
+def _unknown_option_message(backend: str, name: str, option_names: Iterable[str]) -> str:
+    names = list(option_names)
+    close_matches = difflib.get_close_matches(name, names, n=1)
+    suggestion = f"; did you mean {close_matches[0]!r}?" if close_matches else ""
+    all_names = f" (it has {', '.join(names)})" if names else " (it has none)"
+    return f"is no option of {backend}{suggestion}{all_names}"
 
 
-def export(options: Sequence[Option], values: OptionValues) -> None:
-    """Set the variables of this process that ``values`` amount to. A library reads them when its
-    first group is made."""
+def export_variables(options: Sequence[Option], values: OptionValues) -> None:
+    """Set this process's environment variables for option values.
+
+    Libraries read them when their first group is created.
+    """
     for option in options:
         value = values.get(option.name)
         if option.variable is None or value is None:

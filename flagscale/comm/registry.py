@@ -1,9 +1,9 @@
-"""The communication backends that ``distributed_backend`` of a YAML can name.
+"""Registry of the communication backends that ``distributed_backend`` in a YAML can name.
 
-A backend is one small adapter: it says which string torch knows it by, which devices it serves,
-whether this machine can use it and if not, why, and how its process group is started. Adapters
-register by name; nothing here imports torch until a process group is about to be made, so that
-the launcher can list and check backends on a machine without torch.
+An adapter defines torch's name of a backend, the supported devices, the reason why this machine
+cannot use it, if any, and the creation of its process group. No module here imports torch before
+a process group is created, so that the launcher can list and check backends on a machine without
+torch.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from flagscale.accelerators.registry import accelerator, every
-from flagscale.comm.base import CommBackend, DeviceType, device_missing, missing_torch
+from flagscale.accelerators.registry import get_accelerator, list_accelerators
+from flagscale.comm.base import (
+    CommBackend,
+    DeviceType,
+    explain_missing_device,
+    explain_missing_torch,
+)
 from flagscale.comm.fsccl_adapter import Fsccl
-from flagscale.comm.options import Option, OptionValues, parse
+from flagscale.comm.options import Option, OptionValues, parse_options
 from flagscale.comm.plugins import (
     DeviceMap,
     Flagcx,
@@ -24,19 +29,28 @@ from flagscale.comm.plugins import (
     TorchComms,
     Ucc,
     is_device_map,
-    third_parties,
+    load_installed_backends,
 )
 from flagscale.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CommBackend", "DeviceType", "backend", "names", "options_of", "usable"]
+__all__ = [
+    "CommBackend",
+    "DeviceType",
+    "get_backend",
+    "get_usable_backend",
+    "list_backend_names",
+    "parse_backend_options",
+]
 
-_KEY = "distributed_backend"
+_CONFIG_KEY = "distributed_backend"
 
 
 class Gloo(CommBackend):
+    """Adapter of gloo."""
+
     name = "gloo"
     summary = "torch's own TCP collectives; those of GPU memory go through host memory"
     devices = ("cpu", "cuda")
@@ -45,29 +59,35 @@ class Gloo(CommBackend):
         "GLOO_SOCKET_IFNAME": "the network interface, where the host name's is the wrong one",
     }
 
-    def unavailable(self, device: DeviceType) -> str | None:
-        if missing := missing_torch():
-            return missing
+    def explain_unavailable(self, device: DeviceType) -> str | None:
+        if problem := explain_missing_torch():
+            return problem
         import torch.distributed as dist
 
         if not dist.is_gloo_available():
             return "this build of torch has no gloo"
-        return device_missing(device)
+        return explain_missing_device(device)
 
-    def operations_on(self, device: DeviceType) -> tuple[str, ...]:
-        # Its collectives copy GPU memory to the host and back; its messages are handed the
-        # address as if it were the host's.
-        messages = () if accelerator(device).is_host else ("sendrecv", "permute")
+    def operations_for(self, device: DeviceType) -> tuple[str, ...]:
+        # Its collectives copy GPU memory to the host and back. Its point-to-point operations treat
+        # the address as host memory.
+        messages = () if get_accelerator(device).is_host else ("sendrecv", "permute")
         return tuple(name for name in self.operations if name not in messages)
 
 
 _NCCL_OPTIONS = (
-    Option("is_high_priority_stream", "run its kernels before others that wait", "bool"),
-    # The variables reach every communicator; options alone, the default group's.
-    Option("min_ctas", "thread blocks of a kernel, at least", "int", 1, 64, "NCCL_MIN_CTAS"),
-    Option("max_ctas", "thread blocks of a kernel, at most", "int", 1, 64, "NCCL_MAX_CTAS"),
+    Option("is_high_priority_stream", "run its kernels at high priority", "bool"),
+    # Variables apply to every communicator; options alone only to the default group's.
     Option(
-        *("cga_cluster_size", "thread blocks of a cluster", "int"),
+        "min_ctas", "minimum number of thread blocks of a kernel", "int", 1, 64, "NCCL_MIN_CTAS"
+    ),
+    Option(
+        "max_ctas", "maximum number of thread blocks of a kernel", "int", 1, 64, "NCCL_MAX_CTAS"
+    ),
+    Option(
+        "cga_cluster_size",
+        "thread blocks of a cluster",
+        "int",
         maximum=8,
         variable="NCCL_CGA_CLUSTER_SIZE",
     ),
@@ -76,55 +96,60 @@ _NCCL_OPTIONS = (
 )
 
 
-def _nccl_options(values: OptionValues) -> Any:
-    """``ProcessGroupNCCL.Options``, some of whose fields are those of its ``config``."""
+def _build_nccl_options(values: OptionValues) -> Any:
+    """Return ``ProcessGroupNCCL.Options``. Most options are fields of its ``config``."""
     from torch.distributed import ProcessGroupNCCL
 
-    made = ProcessGroupNCCL.Options()
+    options = ProcessGroupNCCL.Options()
     for name, value in values.items():
-        holder = made if name == "is_high_priority_stream" else made.config
-        # What NCCL's struct holds as an int torch does not take as a bool.
-        setattr(holder, name, int(value) if name == "split_share" else value)
-    return made
+        target = options if name == "is_high_priority_stream" else options.config
+        # torch's binding of NCCL's struct rejects a bool for an int field.
+        setattr(target, name, int(value) if name == "split_share" else value)
+    return options
 
 
 class Nccl(CommBackend):
+    """Adapter of NCCL."""
+
     name = "nccl"
     summary = "NVIDIA's collectives, for tensors in GPU memory"
     devices = ("cuda",)
     how_to_get = "a CUDA build of torch and an NVIDIA driver"
     environment: ClassVar[Mapping[str, str]] = {
-        "NCCL_SOCKET_IFNAME": "the network interface for meeting, and for data without RDMA",
+        "NCCL_SOCKET_IFNAME": "the network interface for bootstrap, and for data without RDMA",
         "NCCL_IB_HCA": "the RDMA adapters to use",
-        "NCCL_DEBUG": "INFO: say which ways and algorithms it takes",
+        "NCCL_DEBUG": "INFO: log its transports and algorithms",
     }
 
-    def unavailable(self, device: DeviceType) -> str | None:
-        if missing := missing_torch():
-            return missing
+    def explain_unavailable(self, device: DeviceType) -> str | None:
+        if problem := explain_missing_torch():
+            return problem
         import torch.distributed as dist
 
-        # It is NVIDIA's own, whatever kinds of devices there are.
-        if missing := device_missing("cuda"):
-            return missing
+        # NCCL supports NVIDIA only, whatever kinds of devices are installed.
+        if problem := explain_missing_device("cuda"):
+            return problem
         if device != "cuda":
-            where = accelerator(device).shown
+            where = get_accelerator(device).display_name
             return f"nccl moves GPU memory only, and the training device is the {where}"
         return None if dist.is_nccl_available() else "this build of torch has no nccl"
 
-    own_options = _NCCL_OPTIONS
+    specific_options = _NCCL_OPTIONS
 
     def init_options(
         self, device: torch.device, values: OptionValues | None = None
     ) -> Mapping[str, Any]:
-        # Binding the device connects at once, so that a broken link shows here and not in the
-        # first collective, and lets sub-groups split the communicator instead of making anew.
-        names = {option.name for option in self.own_options}
-        own = {name: value for name, value in (values or {}).items() if name in names}
-        return {"device_id": device, **({"pg_options": _nccl_options(own)} if own else {})}
+        # Binding the device connects eagerly, so that a broken link is detected here and not in the
+        # first collective, and sub-groups can split the communicator instead of creating a new one.
+        names = {option.name for option in self.specific_options}
+        nccl_values = {name: value for name, value in (values or {}).items() if name in names}
+        return {
+            "device_id": device,
+            **({"pg_options": _build_nccl_options(nccl_values)} if nccl_values else {}),
+        }
 
     def version(self) -> str | None:
-        if self.unavailable("cuda") is not None:
+        if self.explain_unavailable("cuda") is not None:
             return None
         from torch.cuda import nccl
 
@@ -132,117 +157,131 @@ class Nccl(CommBackend):
 
 
 class Auto(CommBackend):
+    """Backend that depends on the device of the ranks."""
+
     name = "auto"
     summary = "nccl on CUDA, gloo on the CPU"
     devices = ("cpu", "cuda")
 
-    def serves(self, device: DeviceType) -> bool:
+    def supports_device(self, device: DeviceType) -> bool:
         return True
 
-    def unavailable(self, device: DeviceType) -> str | None:
-        return self.resolve(device).unavailable(device)
+    def explain_unavailable(self, device: DeviceType) -> str | None:
+        return self.resolve_for(device).explain_unavailable(device)
 
     @property
     def options(self) -> tuple[Option, ...]:
-        # Which of them runs is known on the host alone; what means nothing to it is left out.
-        defaults = dict.fromkeys(kind.default_backend for kind in every())
-        options = (option for own in filter(None, map(_find, defaults)) for option in own.options)
+        # The selected backend is only known on the host. Options of other backends have no effect
+        # there.
+        defaults = dict.fromkeys(kind.default_backend for kind in list_accelerators())
+        options = (
+            option
+            for choice in filter(None, map(_find_backend, defaults))
+            for option in choice.options
+        )
         return tuple({option.name: option for option in options}.values())
 
-    def operations_on(self, device: DeviceType) -> tuple[str, ...]:
-        return self.resolve(device).operations_on(device)
+    def operations_for(self, device: DeviceType) -> tuple[str, ...]:
+        return self.resolve_for(device).operations_for(device)
 
     def torch_backend(self, device: DeviceType) -> str:
-        return self.resolve(device).torch_backend(device)
+        return self.resolve_for(device).torch_backend(device)
 
-    def resolve(self, device: DeviceType) -> CommBackend:
-        return backend(accelerator(device).default_backend)
+    def resolve_for(self, device: DeviceType) -> CommBackend:
+        return get_backend(get_accelerator(device).default_backend)
 
 
-_OWN: dict[str, CommBackend] = {
+_BUILTIN: dict[str, CommBackend] = {
     b.name: b for b in (Auto(), Nccl(), Gloo(), Fsccl(), Mpi(), Ucc(), Flagcx(), TorchComms())
 }
 
 
 @cache
-def _all() -> dict[str, CommBackend]:
-    """Ours and those of installed packages; a package cannot take one of our names."""
-    return {**third_parties(), **_OWN}
-
-
-def names() -> tuple[str, ...]:
-    """The names a YAML may give, in the order they are shown; a map from devices is one more."""
-    return (*_OWN, *(name for name in _all() if name not in _OWN))
-
-
-def backend(name: str, given_by: str = _KEY) -> CommBackend:
-    """The adapter called ``name``, or one for a map such as ``cpu:gloo,cuda:nccl``.
-
-    ``given_by``: the key or flag that messages say the name is a value of.
-
-    Raises:
-        ConfigError: no backend has this name; the message gives the nearest and all names.
+def _load_backends() -> dict[str, CommBackend]:
+    """Return the built-in backends and those of installed packages. Packages cannot override
+    built-in names.
     """
-    found = _find(name)
-    if found is not None:
-        return found
-    if is_device_map(name):
-        return DeviceMap(name, _find)
-    near = difflib.get_close_matches(name, _all(), n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(
-        f"{given_by}: {name!r} is not a known backend{meant} (known: {', '.join(names())})"
-    )
+    return {**load_installed_backends(), **_BUILTIN}
 
 
-def _find(name: str) -> CommBackend | None:
-    # Packages are looked at only for a name that is not ours: it takes a while.
-    return _OWN.get(name) or _all().get(name)
+def list_backend_names() -> tuple[str, ...]:
+    """Return the names that a YAML may use, in display order. Device maps are valid in addition."""
+    return (*_BUILTIN, *(name for name in _load_backends() if name not in _BUILTIN))
 
 
-def options_of(name: str, words: Sequence[str]) -> OptionValues:
-    """The options that a YAML sets for the backend it calls ``name``, from ``name=value`` words.
+def get_backend(name: str, source: str = _CONFIG_KEY) -> CommBackend:
+    """Return the adapter called ``name``, or one for a map such as ``cpu:gloo,cuda:nccl``.
+
+    ``source`` is the key or flag that messages name as the source of ``name``.
 
     Raises:
-        ConfigError: the name is unknown, or with every option that is unknown or has an unfit
+        ConfigError: no backend has this name. The message contains the closest name and all names.
+    """
+    known_backend = _find_backend(name)
+    if known_backend is not None:
+        return known_backend
+    if is_device_map(name):
+        return DeviceMap(name, _find_backend)
+    close_matches = difflib.get_close_matches(name, _load_backends(), n=1)
+    suggestion = f"; did you mean {close_matches[0]!r}?" if close_matches else ""
+    names = ", ".join(list_backend_names())
+    raise ConfigError(f"{source}: {name!r} is not a known backend{suggestion} (known: {names})")
+
+
+def _find_backend(name: str) -> CommBackend | None:
+    # Packages are only searched for names that are not built in, because it takes long.
+    return _BUILTIN.get(name) or _load_backends().get(name)
+
+
+def parse_backend_options(name: str, assignments: Sequence[str]) -> OptionValues:
+    """Parse the ``name=value`` words that a YAML sets for the backend ``name``.
+
+    Raises:
+        ConfigError: the backend is unknown, or contains every option that is unknown or has an
+            invalid
             value; keys are the options' names.
     """
-    found = backend(name)
-    return parse(name, found.options, words)
+    return parse_options(name, get_backend(name).options, assignments)
 
 
-def usable(
-    name: str, device: DeviceType, operations: Collection[str] = (), given_by: str = _KEY
+def get_usable_backend(
+    name: str, device: DeviceType, operations: Collection[str] = (), source: str = _CONFIG_KEY
 ) -> CommBackend:
-    """The backend that runs when a YAML says ``name`` and its tensors are on ``device``.
+    """Return the backend that runs for ``name`` and tensors on ``device``, after checking it.
 
-    ``given_by``: as for :func:`backend`.
+    ``source`` is as for :func:`get_backend`.
 
     Raises:
-        ConfigError: the name is unknown, this machine cannot use the backend, or the backend
-            cannot do one of ``operations`` on ``device``.
+        ConfigError: the name is unknown, this machine cannot use the backend, or the backend does
+            not support one of ``operations`` on ``device``.
     """
-    found = backend(name, given_by).resolve(device)
-    reason = _unfit(found, device, operations)
+    usable_backend = get_backend(name, source).resolve_for(device)
+    reason = _explain_unfit(usable_backend, device, operations)
     if reason is None:
-        return found
-    others = [b for b in names() if b != name and _unfit(backend(b), device, operations) is None]
-    hints = [f"to get it: {found.how_to_get}"] if found.how_to_get else []
-    hints += [f"on this machine these work: {', '.join(others)}"] if others else []
+        return usable_backend
+    alternatives = [
+        b
+        for b in list_backend_names()
+        if b != name and _explain_unfit(get_backend(b), device, operations) is None
+    ]
+    hints = [f"to get it: {usable_backend.how_to_get}"] if usable_backend.how_to_get else []
+    hints += [f"on this machine these work: {', '.join(alternatives)}"] if alternatives else []
     raise ConfigError(
-        f"{given_by}: {name!r} cannot be used here: {reason}",
+        f"{source}: {name!r} cannot be used here: {reason}",
         hint="; ".join(hints) or None,
     )
 
 
-def _unfit(found: CommBackend, device: DeviceType, operations: Collection[str]) -> str | None:
-    """Why a backend does not do; None when it does."""
-    if reason := found.unavailable(device):
+def _explain_unfit(
+    backend: CommBackend, device: DeviceType, operations: Collection[str]
+) -> str | None:
+    """Return the reason why a backend cannot be used; None if it can."""
+    if reason := backend.explain_unavailable(device):
         return reason
-    kind = accelerator(device)
+    kind = get_accelerator(device)
     where = "host memory" if kind.is_host else f"{kind.unit} memory"
-    if not found.serves(device):
+    if not backend.supports_device(device):
         return f"it does not move {where}"
-    able = found.operations_on(device)
-    lacking = [name for name in operations if name not in able]
-    return f"it cannot do {', '.join(lacking)} on {where}" if lacking else None
+    supported = backend.operations_for(device)
+    unsupported = [name for name in operations if name not in supported]
+    return f"it cannot do {', '.join(unsupported)} on {where}" if unsupported else None

@@ -1,17 +1,17 @@
-"""Ranks that stay while the tests of a file use them."""
+"""Fixtures of the tests on GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from support.fsccl_ranks import Ranks, build_extension
+from support.fsccl_ranks import RankPool, build_extension
 from support.gpu_groups import GPUS
 
 
 @pytest.fixture(scope="module")
-def gpu_ranks() -> Iterator[Ranks]:
+def gpu_ranks() -> Iterator[RankPool]:
     build_extension()
-    pool = Ranks(max(4, min(GPUS, 8)))
+    pool = RankPool(max(4, min(GPUS, 8)))
     yield pool
-    pool.end()
+    pool.stop()

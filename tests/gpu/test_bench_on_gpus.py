@@ -1,5 +1,7 @@
-"""The benchmark on CUDA: every operation checked, graphs, events, registered memory, options that
-reach NCCL, its figures beside those of a bare loop. As many ranks as there are GPUs, up to 8.
+"""Benchmarks on CUDA, on all GPUs, up to 8.
+
+Every operation checked, graphs, events, registered memory, NCCL options, and a comparison with
+nccl-tests.
 
     pytest -m gpu tests/gpu/test_bench_on_gpus.py
 """
@@ -24,15 +26,15 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ROOT / "tools" / "comm"
+COMMAND = (sys.executable, "-m", "flagscale.cli", "bench")
 RANKS = min(torch.cuda.device_count(), 8)
 several = pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")
 
 
-def run(directory: Path, tool: str, *words: str, **environment: str) -> Any:
-    """Run a tool on all GPUs; its output."""
-    done = subprocess.run(
-        [sys.executable, str(TOOLS / tool), "-r", str(RANKS), *words],
+def run_benchmark(directory: Path, benchmark: str, *words: str, **environment: str) -> Any:
+    """Run a benchmark on all GPUs and return its output."""
+    process = subprocess.run(
+        [*COMMAND, benchmark, "-r", str(RANKS), *words],
         cwd=directory,
         env={**os.environ, "NCCL_NVLS_ENABLE": "0", **environment},
         capture_output=True,
@@ -40,13 +42,15 @@ def run(directory: Path, tool: str, *words: str, **environment: str) -> Any:
         timeout=280,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done
+    assert process.returncode == 0, process.stdout[-4000:] + process.stderr[-4000:]
+    return process
 
 
-def bench(directory: Path, line: str, **environment: str) -> list[dict[str, Any]]:
-    """The rows of a checked run, all of them right."""
-    run(directory, "bench.py", *line.split(), "-c", "--json", "out.json", **environment)
+def run_checked_benchmark(directory: Path, line: str, **environment: str) -> list[dict[str, Any]]:
+    """Run a benchmark with checks, and return its rows, which must all be correct."""
+    run_benchmark(
+        directory, "collectives", *line.split(), "-c", "--json", "out.json", **environment
+    )
     rows: list[dict[str, Any]] = json.loads((directory / "out.json").read_text())["results"]
     for row in rows:
         assert row["failure"] is None, row
@@ -56,14 +60,14 @@ def bench(directory: Path, line: str, **environment: str) -> list[dict[str, Any]
 
 
 def test_every_operation_is_right_for_every_type(tmp_path: Path) -> None:
-    rows = bench(tmp_path, "all -d all -b 64K -e 64K -n 3 -w 1 --both-places")
+    rows = run_checked_benchmark(tmp_path, "all -d all -b 64K -e 64K -n 3 -w 1 --both-places")
     assert {row["backend"] for row in rows} == {"nccl"}
     assert {"all_reduce", "all_to_all_v", "permute", "gather"} <= {r["operation"] for r in rows}
 
 
 def test_every_reduction_and_root(tmp_path: Path) -> None:
     line = "allr,redsct,red,bcast -d fp32,bf16,int32 -o all --root -1 -b 4K -e 4K -n 2 -w 1"
-    assert len(bench(tmp_path, line)) > 20
+    assert len(run_checked_benchmark(tmp_path, line)) > 20
 
 
 @pytest.mark.parametrize(
@@ -80,7 +84,7 @@ def test_every_reduction_and_root(tmp_path: Path) -> None:
 )
 def test_ways_to_time(tmp_path: Path, line: str, samples: int) -> None:
     operations = "allr,allg,redsct,alltoall -d bf16 -b 64K -e 1M -f 16 -w 2 --stats avg,min,p50,max"
-    for row in bench(tmp_path, f"{operations} {line}"):
+    for row in run_checked_benchmark(tmp_path, f"{operations} {line}"):
         assert row["samples"] == samples
         statistics = [row[f"time:{name}(us)"] for name in ("min", "p50", "max")]
         assert statistics == sorted(statistics)
@@ -96,14 +100,16 @@ def test_ways_to_time(tmp_path: Path, line: str, samples: int) -> None:
     ],
 )
 def test_ways_to_hold_the_data(tmp_path: Path, line: str) -> None:
-    bench(tmp_path, f"allr,allg,redsct -d bf16 -b 256K -e 4M -f 16 -n 5 -w 1 {line}")
+    run_checked_benchmark(
+        tmp_path, f"allr,allg,redsct -d bf16 -b 256K -e 4M -f 16 -n 5 -w 1 {line}"
+    )
 
 
 @pytest.mark.parametrize("line", ["-R 2", "-R 2 -I 4 -n 4"], ids=["eager", "graph"])
 def test_symmetric_windows_or_why_not(tmp_path: Path, line: str) -> None:
     words = f"allr,allg,redsct -d bf16 -b 256K -e 4M -f 16 -n 5 -w 1 {line}"
     try:
-        bench(tmp_path, words)
+        run_checked_benchmark(tmp_path, words)
     except AssertionError as error:
         if "symmetric windows need memory of NCCL's own allocator" not in str(error):
             raise
@@ -112,19 +118,18 @@ def test_symmetric_windows_or_why_not(tmp_path: Path, line: str) -> None:
 
 def test_options_reach_nccl(tmp_path: Path) -> None:
     line = "allr -b 1M -e 1M -n 2 -w 1 --debug --comm max_ctas=4 is_high_priority_stream=true"
-    done = run(tmp_path, "bench.py", *line.split())
-    assert "(max_ctas=4, is_high_priority_stream=True)" in done.stdout
-    assert "NCCL_MAX_CTAS set by environment to 4" in done.stdout + done.stderr
+    process = run_benchmark(tmp_path, "collectives", *line.split())
+    assert "(max_ctas=4, is_high_priority_stream=True)" in process.stdout
+    assert "NCCL_MAX_CTAS set by environment to 4" in process.stdout + process.stderr
     program = """
 import torch, torch.distributed as dist
-from flagscale.bench.collectives.devices import choose
-from flagscale.bench.collectives.devices import form
+from flagscale.bench.collectives.devices import create_group, select_rank_device
 from flagscale.comm import registry
-device = choose("cuda", 0)
+device = select_rank_device("cuda", 0)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-values = registry.options_of("nccl", ["max_ctas=4", "is_high_priority_stream=true"])
-group = form(registry.backend("nccl"), ((0,),), 0, device, 60, values)
-options = group.backend_on(device).options
+values = registry.parse_backend_options("nccl", ["max_ctas=4", "is_high_priority_stream=true"])
+group = create_group(registry.get_backend("nccl"), ((0,),), 0, device, 60, values)
+options = group.backend_for(device).options
 assert options.config.max_ctas == 4, options.config.max_ctas
 assert options.is_high_priority_stream
 """
@@ -132,31 +137,31 @@ assert options.is_high_priority_stream
 
 
 @several
-def test_gloo_moves_gpu_memory_but_for_messages(tmp_path: Path) -> None:
-    rows = bench(tmp_path, "all --backend gloo -d fp32 -b 64K -e 64K -n 2 -w 1")
-    found = {row["operation"] for row in rows}
-    assert {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"} <= found
-    assert not found & {"sendrecv", "permute"}
+def test_gloo_on_gpu_memory_except_messages(tmp_path: Path) -> None:
+    rows = run_checked_benchmark(tmp_path, "all --backend gloo -d fp32 -b 64K -e 64K -n 2 -w 1")
+    operations = {row["operation"] for row in rows}
+    assert {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"} <= operations
+    assert not operations & {"sendrecv", "permute"}
 
 
 @several
 def test_fsccl_on_registered_memory(tmp_path: Path) -> None:
     line = "allr,allg,redsct --backend fsccl -d bf16 -b 256K -e 4M -f 16 -n 5 -w 1 -R 2"
     for more in ("", "-I 4 --show-algorithm"):
-        rows = bench(tmp_path, f"{line} {more}")
+        rows = run_checked_benchmark(tmp_path, f"{line} {more}")
         assert len(rows) == 6
     assert "NVLink, direct" in {row["algorithm"] for row in rows}
 
 
 @several
 def test_the_limit_is_measured(tmp_path: Path) -> None:
-    (row,) = bench(tmp_path, "allr -d bf16 -b 256M -e 256M -n 5 -w 2 --probe")
+    (row,) = run_checked_benchmark(tmp_path, "allr -d bf16 -b 256M -e 256M -n 5 -w 2 --probe")
     assert row["probe_share"] > 0
 
 
 @several
 def test_groups_in_every_arm(tmp_path: Path) -> None:
-    run(tmp_path, "groups.py", "--groups", "1,3", "--repeats", "2", "--json", "groups.json")
+    run_benchmark(tmp_path, "groups", "--groups", "1,3", "--repeats", "2", "--json", "groups.json")
     rows = json.loads((tmp_path / "groups.json").read_text())["results"]
     assert {row["arm"] for row in rows} == {"bound", "cold", "warm", "split"}
     for row in rows:
@@ -166,19 +171,19 @@ def test_groups_in_every_arm(tmp_path: Path) -> None:
 
 
 @several
-def test_figures_are_defined_as_nccl_tests_defines_them(tmp_path: Path) -> None:
-    # Whether times agree is what the tool is run for by hand, on a quiet machine.
+def test_figures_agree_with_nccl_tests(tmp_path: Path) -> None:
+    # Times are compared by running the tool by hand, on a quiet machine.
     line = "-b 64K -e 4M -f 64 -n 5 -w 2 -I 4 --rounds 3 --limit 1e9 --json agreement.json"
-    run(tmp_path, "agreement.py", *line.split())
-    found = json.loads((tmp_path / "agreement.json").read_text())
-    assert found["library"].startswith("NCCL ")
-    assert len(found["rows"]) == 9 * 2
-    assert all(row["definition"] == pytest.approx(1) for row in found["rows"])
+    run_benchmark(tmp_path, "agreement", *line.split())
+    report = json.loads((tmp_path / "agreement.json").read_text())
+    assert report["library"].startswith("NCCL ")
+    assert len(report["rows"]) == 9 * 2
+    assert all(row["definition"] == pytest.approx(1) for row in report["rows"])
 
 
 def test_the_examples_assertions_hold() -> None:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *launcher, "examples/comm/torch_api.py", "--distributed-backend", "nccl"],
         cwd=ROOT,
         env={**os.environ, "NCCL_NVLS_ENABLE": "0", "PYTHONPATH": str(ROOT)},
@@ -187,5 +192,5 @@ def test_the_examples_assertions_hold() -> None:
         timeout=280,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    assert done.stdout.count("ok: ") == 13
+    assert process.returncode == 0, process.stdout + process.stderr[-4000:]
+    assert process.stdout.count("ok: ") == 13

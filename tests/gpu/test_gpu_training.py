@@ -1,7 +1,7 @@
-"""Training on CUDA with nccl: the same code, the same numbers between layouts, and speed figures.
+"""Training on CUDA with nccl: results compared between layouts, and speed figures.
 
-Run on a machine with GPUs: ``pytest -m gpu tests/gpu``. Works with the published megatron.core as
-well as with the adapted tree; tests that need more GPUs than there are skip themselves.
+Run on a machine with GPUs: ``pytest -m gpu tests/gpu``. Works with the published megatron.core and
+with the adapted tree. Tests that need more GPUs than there are are skipped.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ CASES: dict[str, tuple[int, str, str, float]] = {
 }
 
 
-def model(layout: str) -> str:
-    """Its arguments: data is made up unless the layout names some."""
+def model_arguments(layout: str) -> str:
+    """Return the model's arguments, with mock data unless the layout names data."""
     return MODEL.replace("--mock-data", "") if "--data-path" in layout else MODEL
 
 
@@ -182,20 +182,24 @@ def model(layout: str) -> str:
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """Of the layouts that are asked about, and of what they are compared with."""
-    about = [getattr(item, "callspec", None) for item in request.session.items]
-    names = {call.params["name"] for call in about if call and call.params.get("name") in CASES}
+    """Train the layouts of the selected tests and their references; return the results by name."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    names = {call.params["name"] for call in calls if call and call.params.get("name") in CASES}
     names |= {CASES[name][2] for name in names} | {"fp32"}
     directory = tmp_path_factory.mktemp("gpu-layouts")
     cases, answers = directory / "cases.json", directory / "results.json"
     write_short_documents(directory / SHORT_DOCUMENTS, longest=150)
     possible = [
-        {"id": name, "world": world, "argv": f"{model(layout)} {layout} --train-iters 3".split()}
+        {
+            "id": name,
+            "world": world,
+            "argv": f"{model_arguments(layout)} {layout} --train-iters 3".split(),
+        }
         for name, (world, layout, _, _) in CASES.items()
         if name in names and world <= torch.cuda.device_count()
     ]
     cases.write_text(json.dumps(possible))
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(WORKER), str(cases), str(answers), "cuda"],
         env=environment(),
         cwd=directory,
@@ -204,14 +208,14 @@ def results(
         timeout=600,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(answers.read_text())
-    found["stderr"] = done.stderr
-    return found
+    assert process.returncode == 0, process.stderr[-4000:]
+    by_name: dict[str, Any] = json.loads(answers.read_text())
+    by_name["stderr"] = process.stderr
+    return by_name
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_layout_learns_what_one_gpu_learns(name: str, results: dict[str, Any]) -> None:
+def test_layout_matches_one_gpu(name: str, results: dict[str, Any]) -> None:
     world, _, reference, tolerance = CASES[name]
     if world > torch.cuda.device_count():
         pytest.skip(f"needs {world} GPUs")
@@ -222,24 +226,24 @@ def test_a_layout_learns_what_one_gpu_learns(name: str, results: dict[str, Any])
 
 
 @pytest.mark.parametrize("name", ["fp32", "lora-fp32"])
-def test_the_first_step_is_what_plain_torch_computes(name: str, results: dict[str, Any]) -> None:
+def test_first_step_matches_plain_torch(name: str, results: dict[str, Any]) -> None:
     loss, norm = results[name]["by_hand"]
     assert results[name]["loss"][0] == pytest.approx(loss, rel=1e-4)
     assert results[name]["norm"][0] == pytest.approx(norm, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if {"apart", "lora", "fp8"} & {*n.split("-")}])
-def test_what_is_particular_leaves_layers_compiled(name: str, results: dict[str, Any]) -> None:
+def test_features_keep_layers_compiled(name: str, results: dict[str, Any]) -> None:
     if CASES[name][0] > torch.cuda.device_count():
         pytest.skip(f"needs {CASES[name][0]} GPUs")
     assert results[name]["uncompiled"] == []
 
 
-def train(directory: Path, arguments: str, gpus: int) -> list[Event]:
+def train_program(directory: Path, arguments: str, gpus: int) -> list[Event]:
     """Run the training program on ``gpus`` GPUs and return the events of rank 0."""
     status = directory / "status"
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus)]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *command, str(PROGRAM), *f"{MODEL} {arguments}".split()],
         env=environment(**{STATUS_DIR_VARIABLE: str(status)}),
         cwd=directory,
@@ -248,12 +252,12 @@ def train(directory: Path, arguments: str, gpus: int) -> list[Event]:
         timeout=600,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert process.returncode == 0, process.stderr[-4000:]
     return read_events(status / "rank_0.jsonl")[0]
 
 
 def test_the_program_trains_on_every_gpu_and_measures(tmp_path: Path) -> None:
-    events = train(tmp_path, "--bf16 --log-interval 5", min(torch.cuda.device_count(), 8))
+    events = train_program(tmp_path, "--bf16 --log-interval 5", min(torch.cuda.device_count(), 8))
     assert next(e for e in events if e.event == "joined").get("backend") == "nccl"
     last = [e for e in events if e.event == "progress"][-1]
     assert last.get("step") == 20
@@ -262,14 +266,14 @@ def test_the_program_trains_on_every_gpu_and_measures(tmp_path: Path) -> None:
     assert events[-1].get("reason") == "completed"
 
 
-def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
+def test_resumed_run_matches_uninterrupted_run(tmp_path: Path) -> None:
     keep = "--bf16 --use-distributed-optimizer --save checkpoints --load checkpoints"
-    whole = train(tmp_path, "--bf16 --use-distributed-optimizer --log-interval 1", 1)
-    train(tmp_path, f"{keep} --exit-interval 10 --log-interval 1", 1)
+    whole = train_program(tmp_path, "--bf16 --use-distributed-optimizer --log-interval 1", 1)
+    train_program(tmp_path, f"{keep} --exit-interval 10 --log-interval 1", 1)
     again = tmp_path / "again"
     again.mkdir()
     (again / "checkpoints").symlink_to(tmp_path / "checkpoints")
-    second = train(again, f"{keep} --log-interval 1", 1)
+    second = train_program(again, f"{keep} --log-interval 1", 1)
     losses = [{e.get("step"): e.get("loss") for e in es if e.event == "progress"} for es in
               (whole, second)]  # fmt: skip
     assert losses[1]
@@ -281,7 +285,7 @@ def test_a_resumed_run_goes_on(tmp_path: Path) -> None:
     ("model_parallel", "layout"), [(1, OVERLAP), (2, f"{SP} {OVERLAP}"), (4, f"{SP} {VPP2}")],
     ids=["data", "tensor", "tensor-pipeline"],
 )  # fmt: skip
-def test_fsccl_learns_what_nccl_learns(tmp_path: Path, model_parallel: int, layout: str) -> None:
+def test_fsccl_matches_nccl(tmp_path: Path, model_parallel: int, layout: str) -> None:
     gpus = min(torch.cuda.device_count(), 8) // model_parallel * model_parallel
     if gpus == 0:
         pytest.skip(f"needs {model_parallel} GPUs")
@@ -290,7 +294,7 @@ def test_fsccl_learns_what_nccl_learns(tmp_path: Path, model_parallel: int, layo
     for backend in ("nccl", "fsccl"):
         directory = tmp_path / backend
         directory.mkdir()
-        events = train(directory, f"{layout} --distributed-backend {backend}", gpus)
+        events = train_program(directory, f"{layout} --distributed-backend {backend}", gpus)
         assert next(e for e in events if e.event == "joined").get("backend") == backend
         losses[backend] = [e.get("loss") for e in events if e.event == "progress"]
     assert len(losses["nccl"]) == 20

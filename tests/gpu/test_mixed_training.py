@@ -1,4 +1,4 @@
-"""A GPU and CPU ranks train one model together, and learn what the GPU alone learns.
+"""Training of one model by a GPU and CPU ranks, compared with training by the GPU alone.
 
 Needs the adapted megatron.core first in PYTHONPATH: the published one trains on CUDA only.
 """
@@ -56,31 +56,34 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         f"{REPLICAS} 1 2 1 1 --hetero-num-microbatches 1 3 1 2 --use-distributed-optimizer",
     ),
 }
-"""By name, the device of each rank and arguments. Where these name no backend, it is fsccl."""
+"""Device of each rank and arguments, by name. Cases without a backend in their arguments use fsccl.
+"""
 
 
-def train(directory: Path, kinds: tuple[str, ...], arguments: str) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step, trained by a rank on each of ``kinds``."""
-    # A pipeline's last rank is the one that knows the loss.
+def train_steps(
+    directory: Path, kinds: tuple[str, ...], arguments: str
+) -> list[tuple[float, float]]:
+    """Train with one rank per entry of ``kinds``; return loss and gradient norm of each step."""
+    # Only the last rank of a pipeline has the loss.
     events = [e for e in train_ranks(directory, kinds, arguments) if e.get("loss") is not None]
-    found = {event.get("step"): (event.get("loss"), event.get("grad_norm")) for event in events}
-    return [found[step] for step in range(1, STEPS + 1)]
+    by_step = {event.get("step"): (event.get("loss"), event.get("grad_norm")) for event in events}
+    return [by_step[step] for step in range(1, STEPS + 1)]
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
-    """The GPU's own steps, from the weights that unlike devices start from."""
+    """Train on the GPU alone, from the weights that heterogeneous devices start from."""
     directory = tmp_path_factory.mktemp("alone") / "run"
-    return train(directory, ("cuda",), f"{WHOLE} --use-cpu-initialization")
+    return train_steps(directory, ("cuda",), f"{WHOLE} --use-cpu-initialization")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_gpu_and_cpus_learn_what_the_gpu_learns(
+def test_mixed_training_matches_gpu(
     name: str, tmp_path: Path, alone: list[tuple[float, float]]
 ) -> None:
     kinds, arguments = CASES[name]
     if kinds.count("cuda") > torch.cuda.device_count():
         pytest.skip("needs two GPUs")
-    found = train(tmp_path / name, kinds, arguments)
-    for step, (mixed, whole) in enumerate(zip(found, alone, strict=True), start=1):
+    steps = train_steps(tmp_path / name, kinds, arguments)
+    for step, (mixed, whole) in enumerate(zip(steps, alone, strict=True), start=1):
         assert mixed == pytest.approx(whole, rel=2e-4), step

@@ -1,12 +1,13 @@
-"""fsccl: our collective library, as a backend of ``torch.distributed``.
+"""fsccl: this project's collective library, as a backend of ``torch.distributed``.
 
-Importing ``flagscale.comm`` registers the backend, as does importing this package; nothing is
-compiled before the first group is made::
+Importing ``flagscale.comm`` or this package registers the backend. Nothing is compiled before
+the first group is created::
 
     import flagscale.comm
     torch.distributed.init_process_group("fsccl")
 
-docs/fsccl.md tells how it works and which ``FSCCL_*`` environment variables steer it.
+docs/design/fsccl.md describes its design, and the ``FSCCL_*`` environment variables that
+configure it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Registers fsccl with torch and makes its groups."""
+"""Registration of fsccl with torch, and creation of its groups."""
 
 from __future__ import annotations
 
@@ -17,35 +17,43 @@ NAME = "fsccl"
 
 
 def register() -> None:
-    """Make ``fsccl`` known to ``torch.distributed``, for CPU and CUDA tensors. Idempotent."""
+    """Register ``fsccl`` with ``torch.distributed`` for CPU and CUDA tensors. Idempotent."""
     if NAME.upper() in dist.Backend._plugins:
         return
-    # One name for both devices: a plug-in for each would be taken for the first of them.
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    # One name for both devices: of two plug-ins, torch would use the first for both.
+    dist.Backend.register_backend(NAME, _create_backend, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _create(options: Any, backend_options: Any) -> Any:
-    """Called by torch for every new group.
+def _create_backend(options: Any, backend_options: Any) -> Any:
+    """Create the backend of a group. torch calls it for every new group.
 
     Args:
         options: torch's ``DistributedBackendOptions``: store, rank, size, timeout, name.
-        backend_options: what the user gave as ``pg_options``; ours, those of NCCL for the
-            clusters of CUDA ranks, or None.
+        backend_options: the user's ``pg_options``: fsccl's options, NCCL's options for clusters of
+            CUDA
+            ranks, or None.
+
+    Raises:
+        ConfigError: an environment variable has an invalid value.
     """
     extension = load_extension()
-    own = native.of_this_rank()
+    native_library = native.detect_native_library()
     if options.group_size > 1:
-        native.prepare(own)
-    for_library = native.has_options(own, backend_options)
+        native.prepare_native_library(native_library)
+    is_library_options = native.accepts_options(native_library, backend_options)
     if not (
-        backend_options is None or for_library or isinstance(backend_options, extension.Options)
+        backend_options is None
+        or is_library_options
+        or isinstance(backend_options, extension.Options)
     ):
         raise TypeError(
             f"pg_options for fsccl must be {extension.Options.__qualname__} or None, "
             f"found {type(backend_options).__name__}"
         )
-    _at_exit(extension.shutdown_all)
-    make_native = native.maker(own, extension, options, backend_options if for_library else None)
+    _register_shutdown(extension.shutdown_all)
+    make_native = native.native_backend_factory(
+        native_library, extension, options, backend_options if is_library_options else None
+    )
     try:
         return extension.Backend(
             store=options.store,
@@ -54,15 +62,17 @@ def _create(options: Any, backend_options: Any) -> Any:
             timeout=options.timeout,
             name=options.group_id,
             global_ranks=list(options.global_ranks_in_group),
-            options=None if for_library else backend_options,
-            native=own.told(),
+            options=None if is_library_options else backend_options,
+            native=native_library.as_strings(),
             make_native=make_native,
         )
-    except ValueError as error:  # a variable that the user has set
+    except ValueError as error:  # an environment variable set by the user
         raise ConfigError(str(error).removeprefix("fsccl: ")) from None
 
 
 @functools.cache
-def _at_exit(shut_down: Callable[[], None]) -> None:
-    """Once: the threads of groups that the program leaves alive must end before it does."""
+def _register_shutdown(shut_down: Callable[[], None]) -> None:
+    """Register the shutdown once: threads of groups that are still alive must end before the
+    program.
+    """
     atexit.register(shut_down)

@@ -1,4 +1,6 @@
-"""The compiled library: this machine's own build, made on first use, or one that came along."""
+"""Loading of the compiled library: this machine's own build, created on first use, or a prebuilt
+one.
+"""
 
 from __future__ import annotations
 
@@ -19,83 +21,88 @@ from flagscale.comm.fsccl.compiling import (
     MODULE,
     BuildError,
     compile_into,
-    compiler,
-    header,
+    compiler_command,
+    digest_sources,
     processor_flags,
+    python_header,
     search_path,
-    sources_digest,
 )
 
-__all__ = ["BuildError", "builds_directory", "how", "load_extension", "unavailable"]
+__all__ = ["BuildError", "builds_directory", "describe_origin", "load_extension", "unavailable"]
 
 COMPILED = "compiled on first use"
 
 
 def unavailable() -> str | None:
-    """Why this machine can neither use a finished build nor make one; None when it can."""
+    """Return the reason why this machine has no build and cannot create one; None if it can use
+    fsccl.
+    """
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"
-    if how() != COMPILED:
+    if describe_origin() != COMPILED:
         return None
     path = search_path()
-    missing = [tool for tool in (compiler(), "ninja") if shutil.which(tool, path=path) is None]
-    if not header().exists():
-        missing.append(str(header()))
+    missing = [
+        tool for tool in (compiler_command(), "ninja") if shutil.which(tool, path=path) is None
+    ]
+    if not python_header().exists():
+        missing.append(str(python_header()))
     if not missing:
         return None
     reason = f"fsccl is compiled on first use, and this machine has no {' and no '.join(missing)}"
     return f"{reason}, nor a prebuilt one for torch {_torch_version()}"
 
 
-def how() -> str:
-    """Where this machine's library comes from: ``built here``, ``prebuilt``, or :data:`COMPILED`
-    when it is wanted."""
-    if _library().exists():
+def describe_origin() -> str:
+    """Return the origin of this machine's library: ``built here``, ``prebuilt``, or
+    :data:`COMPILED` if it will be compiled when it is needed.
+    """
+    if _build_path().exists():
         return "built here"
-    return "prebuilt" if prebuilt.find() else COMPILED
+    return "prebuilt" if prebuilt.find_library() else COMPILED
 
 
 @functools.cache
 def load_extension() -> ModuleType:
-    """The compiled module: this machine's own build, else a prebuilt one, else it is built now.
-    Safe when many ranks call it at once.
+    """Return the compiled module: this machine's own build, a prebuilt one, or else a new build.
 
-    Environment: ``FSCCL_BUILD_DIR`` is where builds are kept (default:
-    ``$XDG_CACHE_HOME/flagscale/fsccl``), ``CXX`` the compiler, ``MAX_JOBS`` how many files are
-    compiled at once.
+    Safe to call from many ranks at once. Environment: ``FSCCL_BUILD_DIR`` is the directory of
+    builds (default: ``$XDG_CACHE_HOME/flagscale/fsccl``), ``CXX`` the compiler, ``MAX_JOBS`` the
+    number of files compiled in parallel.
 
     Raises:
         BuildError: no compiler, a failed compilation, or a directory that cannot be written.
     """
-    library = _library()
+    library = _build_path()
     if not library.exists():
-        if found := prebuilt.find():
-            return _import(found)
-        _build(library)
-    return _import(library)
+        if prebuilt_library := prebuilt.find_library():
+            return _import_library(prebuilt_library)
+        _compile_for_this_machine(library)
+    return _import_library(library)
 
 
 def builds_directory() -> Path:
-    """Where builds are kept; it need not exist."""
+    """Return the directory of builds, which may not exist yet."""
     root = os.environ.get("FSCCL_BUILD_DIR")
     return (Path(root) if root else files.cache_directory() / "fsccl").absolute()
 
 
-def _library() -> Path:
-    return builds_directory() / _key() / FILE
+def _build_path() -> Path:
+    return builds_directory() / _build_key() / FILE
 
 
 @functools.cache
-def _key() -> str:
-    """Names a build: anything that changes its result changes it."""
+def _build_key() -> str:
+    """Return the name of a build, a digest of everything that affects its result."""
     import torch
 
-    digest = hashlib.sha256(sources_digest())
+    digest = hashlib.sha256(digest_sources())
     for part in (torch.__version__, str(torch.version.git_version), sys.version):
         digest.update(part.encode() + b"\0")
-    # The instruction set, as a home directory may be shared by unlike machines.
+    # Includes the instruction set, because machines with different processors may share a home
+    # directory.
     processor = platform.machine() + processor_flags()
-    digest.update(compiler().encode() + processor.encode())
+    digest.update(compiler_command().encode() + processor.encode())
     return digest.hexdigest()[:20]
 
 
@@ -105,12 +112,12 @@ def _torch_version() -> str:
     return torch.__version__
 
 
-def _build(library: Path) -> None:
-    """Compile for this machine."""
+def _compile_for_this_machine(library: Path) -> None:
+    """Compile for this machine's processor."""
     compile_into(library, "-mcpu=native" if platform.machine() == "aarch64" else "-march=native")
 
 
-def _import(library: Path) -> ModuleType:
+def _import_library(library: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(MODULE, library)
     if spec is None or spec.loader is None:
         raise BuildError(f"cannot load {library}")

@@ -1,4 +1,4 @@
-"""Compiles the C++ sources."""
+"""Compilation of the C++ sources."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from flagscale.errors import FlagscaleError
 
 MODULE = "_fsccl"
 FILE = f"{MODULE}.so"
-"""What a build is called in its directory."""
+"""File name of a build in its directory."""
 _SOURCES = Path(__file__).parent / "csrc"
 _LOCK_SECONDS = 900.0
 _OUTPUT_LINES = 40
 
-# The machine's own instructions vectorise the reductions. Contracting a*b+c could round
-# differently in two algorithms that must agree bit by bit.
+# -march=native vectorises the reductions. Contracting a*b+c could round differently in two
+# algorithms whose results must be bitwise identical.
 _FLAGS = (
     "-O2",
     "-ftree-vectorize",
@@ -43,8 +43,9 @@ class BuildError(FlagscaleError):
 
 
 def compile_into(library: Path, machine: str) -> None:
-    """Compile ``library``, unless another process has meanwhile, for the processors that the flag
-    ``machine`` says.
+    """Compile ``library``, unless another process has done so meanwhile.
+
+    ``machine`` is the compiler flag that selects the processor.
 
     Raises:
         BuildError: no compiler, a failed compilation, or a directory that cannot be written.
@@ -53,7 +54,7 @@ def compile_into(library: Path, machine: str) -> None:
         library.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{library.parent}.lock", timeout=_LOCK_SECONDS):
             if not library.exists():
-                _compile(library, machine)
+                _run_compiler(library, machine)
     except Timeout as error:
         raise BuildError(
             f"another process has been building fsccl for {_LOCK_SECONDS:g} s",
@@ -66,42 +67,45 @@ def compile_into(library: Path, machine: str) -> None:
         ) from error
 
 
-def _compile(library: Path, machine: str) -> None:
+def _run_compiler(library: Path, machine: str) -> None:
     _check_tools()
     work = library.parent / "work"
-    shutil.rmtree(work, ignore_errors=True)  # of a build that was killed
+    shutil.rmtree(work, ignore_errors=True)  # left by a build that was killed
     work.mkdir()
     from torch.utils import cpp_extension
 
     try:
         with (
-            _environment(
+            _set_environment(
                 PATH=search_path(),
                 MAX_JOBS=os.environ.get("MAX_JOBS") or str(min(8, os.cpu_count() or 1)),
             ),
-            _quoted_libraries(cpp_extension),
+            _quote_library_path(cpp_extension),
         ):
             cpp_extension.load(
                 name=MODULE,
-                sources=[str(path) for path in _sources()],
+                sources=[str(path) for path in _translation_units()],
                 extra_cflags=[*_FLAGS, machine],
                 build_directory=str(work),
                 is_python_module=False,
                 is_standalone=False,
             )
     except (RuntimeError, subprocess.SubprocessError) as error:
+        output = _extract_errors(str(error).splitlines())
         raise BuildError(
-            f"compiling fsccl failed with {compiler()}:\n{_tail(str(error).splitlines())}",
+            f"compiling fsccl failed with {compiler_command()}:\n{output}",
             hint="it needs a C++17 compiler that torch supports (GCC 9 or newer)",
         ) from error
-    # Whole or not at all: whoever finds the library may load it.
+    # Atomic, because other processes load the library as soon as it exists.
     (work / library.name).rename(library)
     shutil.rmtree(work, ignore_errors=True)
 
 
 @contextmanager
-def _quoted_libraries(cpp_extension: Any) -> Iterator[None]:
-    """torch's builder quotes every path in what it writes for ninja but that of its libraries."""
+def _quote_library_path(cpp_extension: Any) -> Iterator[None]:
+    """Context manager that quotes the path of torch's libraries, the only one that torch's builder
+    writes to its ninja file unquoted.
+    """
     path = cpp_extension.TORCH_LIB_PATH
     cpp_extension.TORCH_LIB_PATH = shlex.quote(path).replace("$", "$$")
     try:
@@ -111,21 +115,23 @@ def _quoted_libraries(cpp_extension: Any) -> Iterator[None]:
 
 
 def search_path() -> str:
-    """``PATH``, and where pip puts ninja: a virtual environment's programs are not on the path of
-    one who calls its python by name."""
-    own = str(Path(sys.executable).parent)
-    return os.pathsep.join([*filter(None, [os.environ.get("PATH")]), own])
+    """Return ``PATH`` extended by the directory of this Python, where pip installs ninja.
+
+    It is missing from ``PATH`` if a virtual environment's Python is called by its path.
+    """
+    python_directory = str(Path(sys.executable).parent)
+    return os.pathsep.join([*filter(None, [os.environ.get("PATH")]), python_directory])
 
 
 @contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """Environment variables that torch's builder reads, for as long as it works."""
-    before = {name: os.environ.get(name) for name in values}
+def _set_environment(**values: str) -> Iterator[None]:
+    """Context manager that sets environment variables for torch's builder."""
+    previous = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 del os.environ[name]
             else:
@@ -133,9 +139,10 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def _check_tools() -> None:
-    if shutil.which(compiler(), path=search_path()) is None:
+    compiler = compiler_command()
+    if shutil.which(compiler, path=search_path()) is None:
         raise BuildError(
-            f"fsccl is compiled on first use, and there is no C++ compiler {compiler()!r} on PATH",
+            f"fsccl is compiled on first use, and there is no C++ compiler {compiler!r} on PATH",
             hint="install g++, or set CXX; distributed_backend: gloo needs none",
         )
     if shutil.which("ninja", path=search_path()) is None:
@@ -143,24 +150,24 @@ def _check_tools() -> None:
             "fsccl is compiled on first use, and there is no 'ninja' on PATH",
             hint="pip install ninja; distributed_backend: gloo needs none",
         )
-    if not header().exists():
+    if not python_header().exists():
         raise BuildError(
-            f"fsccl is compiled on first use, and there is no {header()}",
+            f"fsccl is compiled on first use, and there is no {python_header()}",
             hint="install the headers of this Python (Debian: python3-dev); "
             "distributed_backend: gloo needs none",
         )
 
 
-def _tail(lines: Sequence[str]) -> str:
-    """The end of a compiler's output, from its first error on if that is near."""
+def _extract_errors(lines: Sequence[str]) -> str:
+    """Return the end of a compiler's output, beginning with its first error if there is one."""
     errors = [i for i, line in enumerate(lines) if ": error:" in line or "fatal error:" in line]
     start = errors[0] if errors else max(0, len(lines) - _OUTPUT_LINES)
     return "\n".join(lines[start : start + _OUTPUT_LINES])
 
 
 @functools.cache
-def sources_digest() -> bytes:
-    """Of the sources and how they are compiled."""
+def digest_sources() -> bytes:
+    """Return the digest of the sources and of the compiler flags."""
     digest = hashlib.sha256("\0".join(_FLAGS).encode())
     for path in sorted(p for p in _SOURCES.rglob("*") if p.suffix in {".h", ".cpp", ".cu"}):
         digest.update(str(path.relative_to(_SOURCES)).encode() + b"\0" + path.read_bytes())
@@ -168,7 +175,7 @@ def sources_digest() -> bytes:
 
 
 def processor_flags() -> str:
-    """The processor's instruction sets, as the kernel lists them."""
+    """Return the processor's instruction sets as listed by the kernel."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -176,17 +183,18 @@ def processor_flags() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def compiler() -> str:
+def compiler_command() -> str:
     return os.environ.get("CXX") or "c++"
 
 
-def header() -> Path:
-    """Of this Python, which a distribution may keep in a package of its own."""
+def python_header() -> Path:
+    """Return the path of Python.h, which some distributions put in a separate package."""
     return Path(sysconfig.get_path("include"), "Python.h")
 
 
-def _sources() -> list[Path]:
-    """The translation units: what needs torch's headers, the core, and the NVLink engine's host
-    side, which needs no CUDA."""
+def _translation_units() -> list[Path]:
+    """Return the translation units: the torch binding, the core, and the NVLink engine's host side,
+    which does not need CUDA.
+    """
     parts = ("torch/extension.cpp", "core/core.cpp", "nvlink/nvlink.cpp")
     return [_SOURCES / part for part in parts]

@@ -1,4 +1,5 @@
-"""What moves a rank's tensors among its like: its native library, found, told and made.
+"""Native library of a rank, which moves tensors within its cluster: selection, description and
+creation.
 
 Ranks with the same device, vendor, library and reach form a cluster (``csrc/device/engine.h``).
 """
@@ -19,46 +20,50 @@ from flagscale.errors import ConfigError
 
 CUDA_SWITCH = "FSCCL_CUDA"
 
-Make = Callable[[int, int, Sequence[int]], Any]
-"""Of a cluster's number, this rank's index in it, and its group ranks: a ``c10d::Backend``."""
+MakeNativeBackend = Callable[[int, int, Sequence[int]], Any]
+"""Factory of a ``c10d::Backend`` from a cluster's number, this rank's index in it, and the
+group ranks of its members.
+"""
 
 
 @dataclass(frozen=True)
-class Native:
-    """What a rank tells the others of its group."""
+class NativeLibrary:
+    """Description of a rank's native library, which it sends to the other ranks of its group."""
 
     device: str = "cpu"
-    """As torch calls it: ``cpu`` or ``cuda``."""
+    """torch's device type: ``cpu`` or ``cuda``."""
     vendor: str = "cpu"
     library: str = "own"
-    """``own``: the core's shared memory. With its version, where unlike ones do not mix."""
+    """``own`` is the core's shared memory. The version is included if different ones are
+    incompatible.
+    """
     reach: str = ""
-    """A name for ranks that reach each other; those with the same name do. Empty: all do."""
+    """Name of a set of ranks that can reach each other. Empty: all can."""
 
-    def told(self) -> list[str]:
+    def as_strings(self) -> list[str]:
         return list(astuple(self))
 
 
-def of_this_rank() -> Native:
-    """What the environment and this machine make of this rank.
+def detect_native_library() -> NativeLibrary:
+    """Return the native library of this rank, from the environment and this machine's hardware.
 
-    Environment: ``FSCCL_CUDA=0`` leaves CUDA tensors alone, as does ``FSCCL_DEVICE=cpu``, which
-    makes this a rank of the host also where there is a GPU; ``FSCCL_DEVICE=cuda`` insists on one;
-    ``FSCCL_NATIVE`` names the library inside clusters of CPU ranks; ``FSCCL_REACH`` divides ranks
-    that cannot reach each other.
+    Environment: ``FSCCL_CUDA=0`` leaves CUDA tensors to other backends, as does
+    ``FSCCL_DEVICE=cpu``, which makes this a CPU rank even if there is a GPU;
+    ``FSCCL_DEVICE=cuda`` requires a GPU; ``FSCCL_NATIVE`` selects the library within clusters of
+    CPU ranks; ``FSCCL_REACH`` separates ranks that cannot reach each other.
 
     Raises:
-        ConfigError: a variable has an unfit value.
+        ConfigError: a variable has an invalid value.
     """
-    device = _choice("FSCCL_DEVICE", ("cpu", "cuda"))
+    device = _read_choice("FSCCL_DEVICE", ("cpu", "cuda"))
     reach = os.environ.get("FSCCL_REACH", "")
     if not reach.isprintable():
         raise ConfigError(f"FSCCL_REACH={reach!r}: expected a name in printable characters")
-    library = _choice("FSCCL_NATIVE", ("own", "gloo", "fsccl"))
-    host = Native(library=library or "own", reach=reach)
-    if device == "cpu":  # nor is the driver asked
+    library = _read_choice("FSCCL_NATIVE", ("own", "gloo", "fsccl"))
+    host = NativeLibrary(library=library or "own", reach=reach)
+    if device == "cpu":  # before the driver is queried
         return host
-    if missing := why_no_cuda():
+    if missing := explain_no_cuda():
         if device == "cuda":
             raise ConfigError(f"FSCCL_DEVICE=cuda: {missing}")
         return host
@@ -67,16 +72,16 @@ def of_this_rank() -> Native:
             f"FSCCL_NATIVE={library} is for ranks on CPUs: those on GPUs use nccl",
             hint="FSCCL_DEVICE=cpu makes this rank one on its CPU",
         )
-    return _cuda(reach)
+    return _detect_cuda_library(reach)
 
 
-def why_no_cuda() -> str | None:
-    """Why this rank moves no CUDA tensors; None when it does.
+def explain_no_cuda() -> str | None:
+    """Return the reason why this rank moves no CUDA tensors; None if it does.
 
     Raises:
         ConfigError: ``FSCCL_CUDA`` is neither 0 nor 1.
     """
-    if _choice(CUDA_SWITCH, ("0", "1")) == "0":
+    if _read_choice(CUDA_SWITCH, ("0", "1")) == "0":
         return f"{CUDA_SWITCH}=0 leaves CUDA tensors alone"
     if torch.version.hip is not None:
         return "fsccl knows NVIDIA's GPUs only, not those of ROCm"
@@ -85,45 +90,47 @@ def why_no_cuda() -> str | None:
     return None if dist.is_nccl_available() else "this build of torch has no nccl"
 
 
-def prepare(native: Native) -> None:
-    """Make ready in this process what groups of this rank use. Idempotent.
+def prepare_native_library(native: NativeLibrary) -> None:
+    """Initialize the resources of this process that groups of this rank use. Idempotent.
 
     Raises:
         BuildError: the NVLink engine's kernels cannot be compiled.
     """
     if native.library.endswith("+nvlink"):
-        nvlink.prepare()
+        nvlink.prepare_engine()
 
 
-def has_options(native: Native, options: Any) -> bool:
-    """Whether a group's ``pg_options`` are those of the native library."""
+def accepts_options(native: NativeLibrary, options: Any) -> bool:
+    """Return True if a group's ``pg_options`` are those of the native library."""
     return native.device == "cuda" and isinstance(options, dist.ProcessGroupNCCL.Options)
 
 
-def maker(native: Native, extension: Any, options: Any, library_options: Any = None) -> Make:
-    """What makes the native library's backends for a group.
+def native_backend_factory(
+    native: NativeLibrary, extension: Any, options: Any, library_options: Any = None
+) -> MakeNativeBackend:
+    """Return the factory of the native library's backends for a group.
 
     Args:
-        native: this rank's.
+        native: description of this rank's native library.
         extension: the compiled module.
         options: torch's ``DistributedBackendOptions`` of the group.
-        library_options: see :func:`has_options`.
+        library_options: options of the native library, see :func:`accepts_options`.
     """
-    everyone = list(options.global_ranks_in_group)
+    global_ranks = list(options.global_ranks_in_group)
 
-    def make(cluster: int, index: int, ranks: Sequence[int]) -> Any:
-        # A connection of its own: libraries wait in the store, and whoever waits on a connection
-        # keeps other groups of this process from it, for which other ranks may be waiting.
+    def make_backend(cluster: int, index: int, ranks: Sequence[int]) -> Any:
+        # A separate connection: libraries wait in the store, and a wait blocks the connection for
+        # other groups of this process, on which other ranks may depend.
         store = PrefixStore(f"native/{cluster}", options.store.clone())
-        # The default group has no list: there, ranks are their own numbers.
-        of_job = [everyone[r] if everyone else r for r in ranks]
+        # The default group has no list: its group ranks are the global ranks.
+        member_global_ranks = [global_ranks[r] if global_ranks else r for r in ranks]
         name = f"{options.group_id}/native{cluster}"
         if native.library.startswith("nccl"):
-            made = library_options or dist.ProcessGroupNCCL.Options()
-            made._timeout = options.timeout
-            made.global_ranks_in_group = of_job
-            made.group_name = name
-            return dist.ProcessGroupNCCL(store, index, len(ranks), made)
+            nccl_options = library_options or dist.ProcessGroupNCCL.Options()
+            nccl_options._timeout = options.timeout
+            nccl_options.global_ranks_in_group = member_global_ranks
+            nccl_options.group_name = name
+            return dist.ProcessGroupNCCL(store, index, len(ranks), nccl_options)
         if native.library == "gloo":
             return dist.ProcessGroupGloo(store, index, len(ranks), options.timeout)
         return extension.Backend(
@@ -132,26 +139,26 @@ def maker(native: Native, extension: Any, options: Any, library_options: Any = N
             size=len(ranks),
             timeout=options.timeout,
             name=name,
-            global_ranks=of_job,
+            global_ranks=member_global_ranks,
             options=None,
-            native=Native().told(),
+            native=NativeLibrary().as_strings(),
             make_native=None,
         )
 
-    return make
+    return make_backend
 
 
-def _cuda(reach: str) -> Native:
+def _detect_cuda_library(reach: str) -> NativeLibrary:
     from torch.cuda import nccl
 
     version = ".".join(str(number) for number in nccl.version())  # type: ignore[no-untyped-call]
-    # Ranks with and without the engine must not take themselves for alike.
-    engine = "+nvlink" if nvlink.wanted() else ""
-    return Native("cuda", "nvidia", f"nccl {version}{engine}", reach)
+    # Ranks with and without the engine must not be in the same cluster.
+    engine = "+nvlink" if nvlink.is_enabled() else ""
+    return NativeLibrary("cuda", "nvidia", f"nccl {version}{engine}", reach)
 
 
-def _choice(variable: str, known: Sequence[str]) -> str | None:
-    found = os.environ.get(variable) or None
-    if found is not None and found not in known:
-        raise ConfigError(f"{variable}={found}: expected one of {', '.join(known)}")
-    return found
+def _read_choice(variable: str, choices: Sequence[str]) -> str | None:
+    value = os.environ.get(variable) or None
+    if value is not None and value not in choices:
+        raise ConfigError(f"{variable}={value}: expected one of {', '.join(choices)}")
+    return value

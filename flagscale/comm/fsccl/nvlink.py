@@ -1,6 +1,6 @@
-"""The engine for GPUs that reach each other's memory: installing it, and calling it by itself.
+"""NVLink engine in Python: installation in this process, and calls without a torch process group.
 
-docs/fsccl.md tells what it does and how fast; csrc/nvlink has its protocol.
+docs/fsccl.md describes the engine and its speed, csrc/nvlink its protocol.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from flagscale.comm.fsccl.build import load_extension
-from flagscale.comm.fsccl.nvlink_compile import kernels
-from flagscale.comm.fsccl.tune import stored_tables
+from flagscale.comm.fsccl.nvlink_compile import compile_kernels
+from flagscale.comm.fsccl.tune import load_tables
 from flagscale.errors import ConfigError
 
 VARIABLE = "FSCCL_NVLINK"
@@ -41,11 +41,13 @@ DTYPES: dict[torch.dtype, str] = {
 }
 
 
-def wanted() -> bool:
-    """Whether this rank's GPU takes part: ``FSCCL_NVLINK=0`` says no, and ``1`` insists.
+def is_enabled() -> bool:
+    """Return whether the NVLink engine is used on this rank's GPU.
+
+    ``FSCCL_NVLINK=0`` disables it; ``1`` makes an unsupported GPU an error.
 
     Raises:
-        ConfigError: ``FSCCL_NVLINK`` is neither, or insists on a GPU that cannot.
+        ConfigError: ``FSCCL_NVLINK`` is neither, or is 1 and the GPU is not supported.
     """
     value = os.environ.get(VARIABLE) or ""
     if value not in ("", "0", "1"):
@@ -62,48 +64,50 @@ def wanted() -> bool:
 
 
 @functools.cache
-def prepare() -> None:
-    """Have the engine installed for the GPU of a group's first tensor, which is known only then.
-    What can be wrong shows now, and its kernels are compiled now, and not while others wait for
-    this rank. Once: every group asks for it.
+def prepare_engine() -> None:
+    """Compile the kernels, check the settings, and register :func:`install_engine`.
+
+    The GPU of a group is known only with its first tensor, so the engine is installed then.
+    Compiling now keeps other ranks from waiting for this one, and reports errors early. Every group
+    calls it; later calls do nothing.
 
     Raises:
-        ConfigError: a variable has an unfit value, or the stored tables are not fit.
+        ConfigError: a variable has an invalid value, or the stored tables are invalid.
         BuildError: the kernels cannot be compiled.
     """
     engine = load_extension().nvlink
-    slot_bytes()
-    most_blocks()
-    for ranks, table in stored_tables(torch.cuda.get_device_name()).items():
+    read_slot_bytes()
+    read_max_blocks()
+    for ranks, table in load_tables(torch.cuda.get_device_name()).items():
         try:
             engine.check_table(table)
         except ValueError as error:
             raise ConfigError(f"the stored table for {ranks} ranks: {error}") from error
-    kernels(torch.cuda.get_device_capability())
-    engine.on_demand(install)
+    compile_kernels(torch.cuda.get_device_capability())
+    engine.set_installer(install_engine)
 
 
-def install(device: int) -> None:
+def install_engine(device: int) -> None:
     """Compile the kernels for this GPU and install its engine in this process. Idempotent.
 
     Raises:
         BuildError: the kernels cannot be compiled.
-        RuntimeError: CUDA's driver refuses something.
+        RuntimeError: CUDA's driver returns an error.
     """
     engine = load_extension().nvlink
     if engine.installed(device):
         return
-    paths = kernels(torch.cuda.get_device_capability(device))
+    paths = compile_kernels(torch.cuda.get_device_capability(device))
     cubins = {unit: path.read_bytes() for unit, path in paths.items()}
-    tables = stored_tables(torch.cuda.get_device_name(device))
-    engine.install(device, cubins, tables, slot_bytes(), most_blocks())
+    tables = load_tables(torch.cuda.get_device_name(device))
+    engine.install(device, cubins, tables, read_slot_bytes(), read_max_blocks())
 
 
-def slot_bytes() -> int:
-    """What ``FSCCL_NVLINK_SLOT_BYTES`` says; 0: nothing.
+def read_slot_bytes() -> int:
+    """Return ``FSCCL_NVLINK_SLOT_BYTES``, the bytes of a staging slot; 0 if it is unset.
 
     Raises:
-        ConfigError: it is not the size of a slot.
+        ConfigError: it is not a multiple of 512 of at least 2048.
     """
     text = os.environ.get(SLOT_VARIABLE, "") or "0"
     if not text.isdigit() or int(text) % 512 != 0 or 0 < int(text) < 2048:
@@ -113,22 +117,22 @@ def slot_bytes() -> int:
     return int(text)
 
 
-def most_blocks() -> int:
-    """What ``FSCCL_NVLINK_BLOCKS`` says; 0: nothing.
+def read_max_blocks() -> int:
+    """Return ``FSCCL_NVLINK_BLOCKS``, the largest grid of a kernel; 0 if it is unset.
 
     Raises:
-        ConfigError: it is not a number of blocks.
+        ConfigError: it is not a number from 1 to 64.
     """
     text = os.environ.get(BLOCKS_VARIABLE, "")
-    most = load_extension().nvlink.max_blocks
-    if text and not (text.isdigit() and 0 < int(text) <= most):
-        raise ConfigError(f"{BLOCKS_VARIABLE}={text}: expected a number from 1 to {most}")
+    limit = load_extension().nvlink.max_blocks
+    if text and not (text.isdigit() and 0 < int(text) <= limit):
+        raise ConfigError(f"{BLOCKS_VARIABLE}={text}: expected a number from 1 to {limit}")
     return int(text or 0)
 
 
 @dataclass(frozen=True)
-class Shape:
-    """An algorithm and its grid; 0 leaves the choice to the engine."""
+class KernelShape:
+    """Algorithm of a kernel and its grid; 0 leaves the choice to the engine."""
 
     algorithm: str  # flagged, lines, two_shot, staged, direct
     blocks: int = 0
@@ -138,72 +142,74 @@ class Shape:
 Exchange = Callable[[bytes], Sequence[bytes]]
 
 
-class Member:
-    """One rank's part of a group on the engine, without a torch process group.
+class NvlinkCommunicator:
+    """Rank of a group on the engine, without a torch process group.
 
     Args:
         device: the number of the GPU; its engine must be installed.
         rank: this rank in the group.
         size: ranks of the group, 2 to 8.
-        timeout: seconds a kernel waits for a peer; 0 for ever.
+        timeout: seconds that a kernel waits for a peer; 0 for ever.
     """
 
     def __init__(self, device: int, rank: int, size: int, timeout: float = 30.0) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._raw: Any = load_extension().nvlink.Communicator(
+        self._communicator: Any = load_extension().nvlink.Communicator(
             device, rank, size, int(timeout * 1000)
         )
 
     def connect(self, exchange: Exchange) -> None:
-        """Meet the others: ``exchange`` takes this rank's bytes and gives those of all ranks."""
-        self.connect_to(exchange(self.card()))
+        """Connect to the peers; ``exchange`` is an all-gather of one byte string per rank."""
+        self.connect_peers(exchange(self.peer_info()))
 
-    def card(self) -> bytes:
-        return bytes(self._raw.card())
+    def peer_info(self) -> bytes:
+        return bytes(self._communicator.peer_info())
 
-    def connect_to(self, cards: Sequence[bytes]) -> None:
-        self._raw.connect(list(cards))
+    def connect_peers(self, infos: Sequence[bytes]) -> None:
+        self._communicator.connect(list(infos))
 
-    def register(self, tensor: torch.Tensor, exchange: Exchange) -> None:
-        """Let peers read and write this memory directly; see connect_memory in engine.h."""
-        self.register_with(tensor, exchange(self.memory_card(tensor)))
+    def register_memory(self, tensor: torch.Tensor, exchange: Exchange) -> None:
+        """Let peers read and write this memory directly; see connect_memory() in
+        csrc/nvlink/engine.h.
+        """
+        self.connect_memory(tensor, exchange(self.memory_handle(tensor)))
 
-    def memory_card(self, tensor: torch.Tensor) -> bytes:
-        return bytes(self._raw.memory_card(tensor.data_ptr(), tensor.nbytes))
+    def memory_handle(self, tensor: torch.Tensor) -> bytes:
+        return bytes(self._communicator.memory_handle(tensor.data_ptr(), tensor.nbytes))
 
-    def register_with(self, tensor: torch.Tensor, cards: Sequence[bytes]) -> None:
-        self._raw.connect_memory(tensor.data_ptr(), tensor.nbytes, list(cards))
+    def connect_memory(self, tensor: torch.Tensor, handles: Sequence[bytes]) -> None:
+        self._communicator.connect_memory(tensor.data_ptr(), tensor.nbytes, list(handles))
 
     def run(
         self,
         collective: str,
-        given: torch.Tensor,
+        source: torch.Tensor,
         out: torch.Tensor,
         *,
         op: str = "sum",
         factor: float = 1.0,
         root: int = 0,
-        shape: Shape | None = None,
+        shape: KernelShape | None = None,
     ) -> bool:
         """Put a collective of contiguous tensors on the current stream.
 
-        ``given`` and ``out`` have ``size`` equal parts where the collective has; they may be one.
+        The tensors have ``size`` equal parts where the collective has; they may be the same tensor.
 
         Returns:
             False if another library is faster by the table, or if ``shape`` cannot do it.
 
         Raises:
-            RuntimeError: the group has failed, or an argument makes no sense.
+            RuntimeError: the group has failed, or an argument is invalid.
         """
-        whole = out if collective != "all_gather" else given
+        whole = out if collective != "all_gather" else source
         parts = self.size if collective == "all_to_all" else 1
         return bool(
-            self._raw.run(
+            self._communicator.run(
                 collective,
-                given.data_ptr(),
+                source.data_ptr(),
                 out.data_ptr(),
                 whole.nbytes // parts,
-                DTYPES[given.dtype],
+                DTYPES[source.dtype],
                 op,
                 factor,
                 root,
@@ -215,9 +221,11 @@ class Member:
         )
 
     def failure(self) -> str | None:
-        """Why nothing can be run any more, if so; what was computed since is worth nothing."""
-        why: str | None = self._raw.failure()
-        return why
+        """Return the error after which nothing can be run, or None. Later results are worth
+        nothing.
+        """
+        error: str | None = self._communicator.failure()
+        return error
 
     def abort(self) -> None:
-        self._raw.abort()
+        self._communicator.abort()

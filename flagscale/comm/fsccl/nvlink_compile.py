@@ -1,7 +1,7 @@
-"""Compiles the kernels of the NVLink engine for a kind of GPU, once for each state of the sources.
+"""Compilation of the NVLink engine's kernels for a kind of GPU, cached by content of the sources.
 
-They are made in parts, side by side, for together they take a compiler a minute. NVRTC, which comes
-with torch's CUDA wheels, is enough; ``nvcc`` is used where it is missing.
+The kernels are compiled in units, in parallel, because together they take a compiler a minute.
+NVRTC, which is part of torch's CUDA wheels, suffices; ``nvcc`` is used where it is missing.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from flagscale.comm.fsccl.build import BuildError, builds_directory
 
 _SOURCES = Path(__file__).parent / "csrc" / "nvlink"
 _KERNELS = _SOURCES / "kernels.cu"
-# a*b+c rounded once could differ between two algorithms that must agree bit by bit.
+# Rounding a*b+c once could differ between two algorithms that must agree bit by bit.
 _FLAGS = ("--std=c++17", "--fmad=false")
-# What is compiled by itself, with the element's class: a reduction is made for each element.
+# Units of compilation, with the C++ class of their element: reductions are compiled per element.
 UNITS = {
     "movers": "",
     "u8": "Plain<u8>",
@@ -45,14 +45,17 @@ _COMPILE_SECONDS = 600.0
 _LOG_CHARACTERS = 4000
 
 Compiler = Callable[[list[str], Path], bytes]
-"""Of options, and where the code will be kept: the code."""
+"""Function from options, and the path at which the code will be stored, to the code."""
 
 
-def kernels(capability: tuple[int, int]) -> dict[str, Path]:
-    """The machine code (files of cubins), by unit, for a compute capability such as ``(9, 0)``.
+def compile_kernels(capability: tuple[int, int]) -> dict[str, Path]:
+    """Return the files of machine code (cubins), by unit.
+
+    Args:
+        capability: the compute capability of the GPU, such as ``(9, 0)``.
 
     Raises:
-        BuildError: neither NVRTC nor nvcc is there, or the compilation failed.
+        BuildError: there is neither NVRTC nor nvcc, or the compilation failed.
     """
     directory = builds_directory()
     directory.mkdir(parents=True, exist_ok=True)
@@ -61,18 +64,18 @@ def kernels(capability: tuple[int, int]) -> dict[str, Path]:
     paths = {unit: Path(f"{stem}-{unit}.cubin") for unit in UNITS}
     with FileLock(f"{stem}.lock", timeout=_LOCK_SECONDS):
         if missing := [unit for unit, path in paths.items() if not path.exists()]:
-            compiler = _compiler()
+            compiler = _find_compiler()
 
-            def make(unit: str) -> None:
+            def compile_unit(unit: str) -> None:
                 path = paths[unit]
                 code = compiler(_options(unit, architecture), path)
-                # Whole or not at all: whoever finds the file may load it.
+                # Written to another name first, so that the file is complete once it exists.
                 part = path.with_suffix(f".{os.getpid()}")
                 part.write_bytes(code)
                 part.rename(path)
 
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(make, missing))
+                list(pool.map(compile_unit, missing))
     return paths
 
 
@@ -85,15 +88,15 @@ def _key() -> str:
 
 def _options(unit: str, architecture: str) -> list[str]:
     element = UNITS[unit]
-    defined = [f"-DFSCCL_SUFFIX={unit}", f"-DFSCCL_ELEMENT={element}"] if element else []
-    return [f"-arch={architecture}", f"-I{_SOURCES}", *_FLAGS, *defined]
+    definitions = [f"-DFSCCL_SUFFIX={unit}", f"-DFSCCL_ELEMENT={element}"] if element else []
+    return [f"-arch={architecture}", f"-I{_SOURCES}", *_FLAGS, *definitions]
 
 
-def _compiler() -> Compiler:
+def _find_compiler() -> Compiler:
     if nvrtc := _find_nvrtc():
-        return lambda options, _: _with_nvrtc(nvrtc, options)
+        return lambda options, _: _compile_with_nvrtc(nvrtc, options)
     if nvcc := _find_nvcc():
-        return lambda options, path: _with_nvcc(nvcc, options, path)
+        return lambda options, path: _compile_with_nvcc(nvcc, options, path)
     raise BuildError(
         "the NVLink engine compiles its kernels on first use, and there is neither NVRTC nor nvcc",
         hint="torch's CUDA wheels bring NVRTC; CUDA_HOME names a toolkit; FSCCL_NVLINK=0 does "
@@ -111,7 +114,7 @@ def _nvrtc_candidates() -> Iterator[str]:
         yield f"libnvrtc.so.{major}"
     for entry in [*sys.path, os.environ.get("CUDA_HOME") or "/usr/local/cuda"]:
         for pattern in ("nvidia/*/lib/libnvrtc.so.??", "lib64/libnvrtc.so.??"):
-            yield from (str(found) for found in Path(entry).glob(pattern))
+            yield from (str(path) for path in Path(entry).glob(pattern))
 
 
 def _find_nvrtc() -> ctypes.CDLL | None:
@@ -126,8 +129,11 @@ def _find_nvrtc() -> ctypes.CDLL | None:
 
 
 def _load_builtins() -> None:
-    """NVRTC opens a second library by its bare name, which the wheel's folder is not searched for;
-    one that is loaded already is found."""
+    """Load the second library of NVRTC.
+
+    NVRTC opens it by its bare name, without searching the wheel's directory; a library that is
+    loaded already is found.
+    """
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = Path(line.split(maxsplit=5)[-1])
         if path.name.startswith("libnvrtc.so"):
@@ -136,10 +142,10 @@ def _load_builtins() -> None:
             return
 
 
-def _with_nvrtc(nvrtc: ctypes.CDLL, options: list[str]) -> bytes:
+def _compile_with_nvrtc(nvrtc: ctypes.CDLL, options: list[str]) -> bytes:
     program = ctypes.c_void_p()
     source = _KERNELS.read_bytes()
-    _check(
+    _raise_nvrtc_error(
         nvrtc,
         nvrtc.nvrtcCreateProgram(
             ctypes.byref(program), source, _KERNELS.name.encode(), 0, None, None
@@ -148,25 +154,25 @@ def _with_nvrtc(nvrtc: ctypes.CDLL, options: list[str]) -> bytes:
     try:
         array = (ctypes.c_char_p * len(options))(*(word.encode() for word in options))
         if nvrtc.nvrtcCompileProgram(program, len(options), array) != 0:
-            log = _read(nvrtc, program, "ProgramLog").decode(errors="replace").strip("\0")
+            log = _read_result(nvrtc, program, "ProgramLog").decode(errors="replace").strip("\0")
             raise BuildError(
                 f"NVRTC cannot compile the NVLink kernels ({' '.join(options)}):\n"
                 f"{log[:_LOG_CHARACTERS]}"
             )
-        return _read(nvrtc, program, "CUBIN")
+        return _read_result(nvrtc, program, "CUBIN")
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _read(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
+def _read_result(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, name: str) -> bytes:
     size = ctypes.c_size_t()
-    _check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+    _raise_nvrtc_error(nvrtc, getattr(nvrtc, f"nvrtcGet{name}Size")(program, ctypes.byref(size)))
     buffer = ctypes.create_string_buffer(size.value)
-    _check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}")(program, buffer))
+    _raise_nvrtc_error(nvrtc, getattr(nvrtc, f"nvrtcGet{name}")(program, buffer))
     return buffer.raw
 
 
-def _check(nvrtc: ctypes.CDLL, result: int) -> None:
+def _raise_nvrtc_error(nvrtc: ctypes.CDLL, result: int) -> None:
     if result == 0:
         return
     nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
@@ -174,15 +180,15 @@ def _check(nvrtc: ctypes.CDLL, result: int) -> None:
     raise BuildError(f"NVRTC failed while it compiled the NVLink kernels: {text}")
 
 
-def _with_nvcc(nvcc: str, options: list[str], path: Path) -> bytes:
+def _compile_with_nvcc(nvcc: str, options: list[str], path: Path) -> bytes:
     out = path.with_suffix(f".{os.getpid()}.nvcc")
     command = [nvcc, "-cubin", *options, str(_KERNELS), "-o", str(out)]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False
         )
-        if done.returncode != 0:
-            raise BuildError(f"{' '.join(command)} failed:\n{done.stderr[:_LOG_CHARACTERS]}")
+        if process.returncode != 0:
+            raise BuildError(f"{' '.join(command)} failed:\n{process.stderr[:_LOG_CHARACTERS]}")
         return out.read_bytes()
     finally:
         out.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The ranks of a check or a measurement: one process a GPU, or all in one process on one GPU."""
+"""Ranks of a check or measurement of the NVLink engine: a process per GPU, or one for all ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from flagscale.comm.fsccl import nvlink
 from flagscale.comm.fsccl.build import load_extension
-from flagscale.comm.fsccl.nvlink import Member, Shape
+from flagscale.comm.fsccl.nvlink import KernelShape, NvlinkCommunicator
 
 
-class World:
-    """The ranks that this process plays, and how it exchanges bytes with the others.
+class NvlinkWorld:
+    """Ranks that this process runs, and the exchange of bytes with those of other processes.
 
-    Ranks of one process have a stream each: with kernels that wait for each other on one GPU, the
-    protocol can be checked where there is one GPU only. What that measures says nothing.
+    Ranks of one process have a stream each. Their kernels wait for each other on one GPU, so the
+    protocol can be checked on a machine with a single GPU; timings of that mean nothing.
     """
 
     def __init__(self, size: int, local: Sequence[int], device: int) -> None:
@@ -28,36 +28,43 @@ class World:
             rank: torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             for rank in local
         }
-        nvlink.install(device)
+        nvlink.install_engine(device)
 
     @property
-    def alone(self) -> bool:
+    def is_single_process(self) -> bool:
         return len(self.local) == self.size
 
     @property
-    def most_blocks(self) -> int:
-        """Of a kernel, 0 for as many as it likes. Kernels that wait for each other must be on a
-        GPU at once, and a multiprocessor is sure to hold one block of 512 threads."""
-        if not self.alone:
+    def max_blocks(self) -> int:
+        """Largest number of blocks of a kernel; 0 for no limit.
+
+        Kernels that wait for each other must be on a GPU at the same time, and a multiprocessor
+        always has room for one block of 512 threads.
+        """
+        if not self.is_single_process:
             return 0
-        there = torch.cuda.get_device_properties(self.device).multi_processor_count // self.size
-        return there if there < load_extension().nvlink.max_blocks else 0
+        blocks = torch.cuda.get_device_properties(self.device).multi_processor_count // self.size
+        return blocks if blocks < load_extension().nvlink.max_blocks else 0
 
-    def gather(self, own: Mapping[int, bytes]) -> dict[int, bytes]:
-        """What every rank gave, by rank."""
-        if self.alone:
-            return dict(own)
-        every: list[dict[int, bytes]] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(every, dict(own))
-        return {rank: text for one in every for rank, text in one.items()}
+    def gather(self, values: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Return the bytes of all ranks, by rank."""
+        if self.is_single_process:
+            return dict(values)
+        by_process: list[dict[int, bytes]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(by_process, dict(values))
+        return {
+            rank: text
+            for values_of_process in by_process
+            for rank, text in values_of_process.items()
+        }
 
-    def slowest(self, value: float) -> float:
+    def max_over_ranks(self, value: float) -> float:
         return max(float(v) for v in self.gather({self.local[0]: repr(value).encode()}).values())
 
-    def all_true(self, holds: bool) -> bool:
-        return all(v == b"1" for v in self.gather({self.local[0]: b"01"[holds:][:1]}).values())
+    def all_true(self, value: bool) -> bool:
+        return all(v == b"1" for v in self.gather({self.local[0]: b"01"[value:][:1]}).values())
 
-    def on(self, rank: int) -> torch.cuda.StreamContext:
+    def use_stream(self, rank: int) -> torch.cuda.StreamContext:
         return torch.cuda.stream(self.streams[rank])
 
     def synchronize(self) -> None:
@@ -65,7 +72,7 @@ class World:
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        """Ranks' streams as branches of the current one, which a graph's capture needs."""
+        """Make the ranks' streams branches of the current one, as the capture of a graph needs."""
         main = torch.cuda.current_stream(self.device)
         for stream in self.streams.values():
             stream.wait_stream(main)
@@ -74,54 +81,59 @@ class World:
             main.wait_stream(stream)
 
 
-class Group:
-    """Some ranks of the world, in this order. Every process makes every group."""
+class NvlinkGroup:
+    """Group of some ranks, in this order. Every process makes every group."""
 
-    def __init__(self, world: World, ranks: Iterable[int], timeout: float = 30.0) -> None:
+    def __init__(self, world: NvlinkWorld, ranks: Iterable[int], timeout: float = 30.0) -> None:
         self.world, self.ranks = world, tuple(ranks)
-        self.members = {
-            rank: Member(world.device.index, self.ranks.index(rank), len(self.ranks), timeout)
+        self.communicators = {
+            rank: NvlinkCommunicator(
+                world.device.index, self.ranks.index(rank), len(self.ranks), timeout
+            )
             for rank in world.local
             if rank in self.ranks
         }
-        cards = world.gather({rank: m.card() for rank, m in self.members.items()})
-        for member in self.members.values():
-            member.connect_to([cards[rank] for rank in self.ranks])
+        cards = world.gather({rank: m.peer_info() for rank, m in self.communicators.items()})
+        for member in self.communicators.values():
+            member.connect_peers([cards[rank] for rank in self.ranks])
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
-    def register(self, tensors: Mapping[int, torch.Tensor]) -> None:
-        cards = self.world.gather({r: m.memory_card(tensors[r]) for r, m in self.members.items()})
-        for rank, member in self.members.items():
-            member.register_with(tensors[rank], [cards[r] for r in self.ranks])
+    def register_memory(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        handles = self.world.gather(
+            {r: m.memory_handle(tensors[r]) for r, m in self.communicators.items()}
+        )
+        for rank, member in self.communicators.items():
+            member.connect_memory(tensors[rank], [handles[r] for r in self.ranks])
 
     def run(
         self,
         collective: str,
-        given: Mapping[int, torch.Tensor],
+        sources: Mapping[int, torch.Tensor],
         out: Mapping[int, torch.Tensor],
         *,
         op: str = "sum",
         root: int = 0,
-        shape: Shape | None = None,
+        shape: KernelShape | None = None,
     ) -> bool:
-        """On the stream of each rank played here; False if the shape cannot do it."""
-        done = []
-        for rank, member in self.members.items():
-            with self.world.on(rank):
-                done.append(
-                    member.run(collective, given[rank], out[rank], op=op, root=root, shape=shape)
+        """Run a collective on this process's ranks' streams; False if the shape cannot do it."""
+        results = []
+        for rank, member in self.communicators.items():
+            with self.world.use_stream(rank):
+                results.append(
+                    member.run(collective, sources[rank], out[rank], op=op, root=root, shape=shape)
                 )
-        return all(done)
+        return all(results)
 
-    def failures(self) -> list[str]:
-        return [why for m in self.members.values() if (why := m.failure()) is not None]
+    def collect_failures(self) -> list[str]:
+        failures = (c.failure() for c in self.communicators.values())
+        return [failure for failure in failures if failure is not None]
 
 
-def graph_of(world: World, body: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of what ``body`` puts on the ranks' streams."""
+def capture_graph(world: NvlinkWorld, body: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Capture a graph of the operations that ``body`` puts on the ranks' streams."""
     world.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"), world.fork():

@@ -1,11 +1,11 @@
-"""Builds that come with the package, for machines that have no compiler.
+"""Prebuilt libraries that are part of the package, for machines without a compiler.
 
     python -m flagscale.comm.fsccl.prebuilt
 
-compiles fsccl for this Python and this torch into ``prebuilt/`` beside this file, for any processor
-of the last ten years (x86-64-v3: AVX2; or 64-bit ARM). A wheel takes what lies there along, and so
-does ``experiment.runner.sync: code``. A machine uses one that was made from the same sources, for
-its torch and its Python, and compiles for itself where there is none.
+compiles fsccl for this Python and this torch into ``prebuilt/`` next to this file, for any
+processor of the last ten years (x86-64-v3: AVX2; or 64-bit ARM). The directory is part of a
+wheel and of ``experiment.runner.sync: code``. A machine uses a library that was built from the
+same sources for its torch and its Python, and compiles its own if there is none.
 """
 
 from __future__ import annotations
@@ -23,59 +23,65 @@ from pathlib import Path
 from flagscale.comm.fsccl import compiling
 
 _LEVELS = {"x86_64": "x86-64-v3", "aarch64": "armv8-a"}
-_NEEDED = {
+_REQUIRED_INSTRUCTIONS = {
     "x86-64-v3": {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"},
     "armv8-a": {"asimd"},
 }
-"""What /proc/cpuinfo calls the instructions of each level."""
+"""Names of each level's instruction sets in /proc/cpuinfo."""
 
 
-def directory() -> Path:
-    """Where prebuilt libraries lie: ``FSCCL_PREBUILT_DIR``, or beside this file."""
+def prebuilt_directory() -> Path:
+    """Return the directory of prebuilt libraries: ``FSCCL_PREBUILT_DIR``, or ``prebuilt`` next to
+    this file.
+    """
     return Path(os.environ.get("FSCCL_PREBUILT_DIR") or Path(__file__).with_name("prebuilt"))
 
 
-def library() -> Path | None:
-    """The prebuilt library for this environment, whether it is there or not; None for a processor
-    that none is built for."""
+def library_path() -> Path | None:
+    """Return the path of the prebuilt library for this environment, which may not exist; None for
+    an unsupported processor.
+    """
     level = _LEVELS.get(platform.machine())
-    return None if level is None else directory() / _key(level) / compiling.FILE
+    return (
+        None if level is None else prebuilt_directory() / _compatibility_key(level) / compiling.FILE
+    )
 
 
-def find() -> Path | None:
-    """A library that this machine can load as it is; None where there is none."""
-    found = library()
-    return found if found is not None and found.exists() and missing() == () else None
+def find_library() -> Path | None:
+    """Return a library that this machine can load; None if there is none."""
+    path = library_path()
+    return path if path is not None and path.exists() and missing_instructions() == () else None
 
 
-def missing() -> Sequence[str]:
-    """The instructions that a prebuilt library needs and this processor does not have."""
+def missing_instructions() -> Sequence[str]:
+    """Return the instruction sets that prebuilt libraries use and this processor lacks."""
     level = _LEVELS.get(platform.machine())
-    has = set(compiling.processor_flags().split())
-    return () if level is None else tuple(sorted(_NEEDED[level] - has))
+    available = set(compiling.processor_flags().split())
+    return () if level is None else tuple(sorted(_REQUIRED_INSTRUCTIONS[level] - available))
 
 
-def make() -> Path:
-    """Compile this environment's, unless it is there; returns it.
+def build_library() -> Path:
+    """Compile the library for this environment, unless it exists, and return its path.
 
     Raises:
-        BuildError: there is no compiler, or none is built for this kind of processor.
+        BuildError: there is no compiler, or this kind of processor is not supported.
     """
-    found = library()
-    if found is None:
+    path = library_path()
+    if path is None:
         raise compiling.BuildError(f"fsccl is not prebuilt for {platform.machine()}")
-    if not found.exists():
-        compiling.compile_into(found, f"-march={_LEVELS[platform.machine()]}")
-    return found
+    if not path.exists():
+        compiling.compile_into(path, f"-march={_LEVELS[platform.machine()]}")
+    return path
 
 
 @functools.cache
-def _key(level: str) -> str:
-    """Names what fits together: unlike the name of a build of one's own without the compiler,
-    which the machines that use it do not have."""
+def _compatibility_key(level: str) -> str:
+    """Return a name for compatible builds. The compiler is not part of it, because machines that
+    use a prebuilt library have none.
+    """
     import torch
 
-    digest = hashlib.sha256(compiling.sources_digest())
+    digest = hashlib.sha256(compiling.digest_sources())
     abi = str(sysconfig.get_config_var("SOABI"))
     for part in (torch.__version__, str(torch.version.git_version), abi, level):
         digest.update(part.encode() + b"\0")
@@ -89,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.parse_args(argv)
     try:
-        print(make())
+        print(build_library())
     except compiling.BuildError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,8 +1,8 @@
-"""Which NVLink algorithm is fastest at which size: choosing from measurements, and keeping it.
+"""Tuning tables of the NVLink engine: choice of the fastest kernels, and storage.
 
 A table has rows ``<collective> <ordinary|registered> <most bytes> <algorithm> <blocks> <threads>``
-(csrc/nvlink/plan.h). It is kept by the name of the GPU and the number of ranks, as JSON in
-``$XDG_CONFIG_HOME/flagscale`` or where ``FSCCL_TUNE_FILE`` says.
+(csrc/nvlink/kernel_plan.h). Tables are stored by the name of the GPU and the number of ranks, as
+JSON in ``$XDG_CONFIG_HOME/flagscale`` or the file ``FSCCL_TUNE_FILE``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ _OTHER = "other"
 
 
 @dataclass(frozen=True)
-class Timing:
-    """One shape's time at one size, in microseconds; algorithm ``other`` is the other library."""
+class KernelTiming:
+    """Time of one kernel shape at one size, in microseconds; algorithm ``other`` is the other
+    library.
+    """
 
     collective: str
     memory: str  # ordinary, registered
@@ -39,13 +41,13 @@ class Timing:
         return self.algorithm, self.blocks, self.threads
 
 
-def choose(timings: Iterable[Timing]) -> str:
-    """The table of the fastest: a row for each run of sizes with one winner.
+def choose_fastest(timings: Iterable[KernelTiming]) -> str:
+    """Return the table of the fastest shapes: a row for each range of sizes with one winner.
 
     A size between two measured ones takes the winner of the larger. Above the largest measured size
     its winner stays.
     """
-    by_case: dict[tuple[str, str], dict[int, list[Timing]]] = {}
+    by_case: dict[tuple[str, str], dict[int, list[KernelTiming]]] = {}
     for timing in timings:
         sizes = by_case.setdefault((timing.collective, timing.memory), {})
         sizes.setdefault(timing.size, []).append(timing)
@@ -65,50 +67,52 @@ def choose(timings: Iterable[Timing]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def best(timings: Iterable[Timing], memory: str) -> dict[tuple[str, int], tuple[Timing, Timing]]:
-    """By collective and size: the fastest shape of ours, and the other library."""
-    found: dict[tuple[str, int], tuple[Timing, Timing]] = {}
-    cases: dict[tuple[str, int], list[Timing]] = {}
+def pair_with_baseline(
+    timings: Iterable[KernelTiming], memory: str
+) -> dict[tuple[str, int], tuple[KernelTiming, KernelTiming]]:
+    """Return, by collective and size, the fastest shape of the engine and the other library."""
+    pairs: dict[tuple[str, int], tuple[KernelTiming, KernelTiming]] = {}
+    cases: dict[tuple[str, int], list[KernelTiming]] = {}
     for timing in timings:
         if timing.memory == memory:
             cases.setdefault((timing.collective, timing.size), []).append(timing)
     for case, of_case in cases.items():
         ours = [t for t in of_case if t.algorithm != _OTHER]
-        others = [t for t in of_case if t.algorithm == _OTHER]
-        if ours and others:
-            found[case] = min(ours, key=lambda t: t.microseconds), others[0]
-    return found
+        baselines = [t for t in of_case if t.algorithm == _OTHER]
+        if ours and baselines:
+            pairs[case] = min(ours, key=lambda t: t.microseconds), baselines[0]
+    return pairs
 
 
-def table_file(device: str) -> Path:
-    """Where the tables of this kind of GPU are kept."""
-    if given := os.environ.get(VARIABLE):
-        return Path(given)
+def table_path(device: str) -> Path:
+    """Return the path of the tables of this kind of GPU."""
+    if path := os.environ.get(VARIABLE):
+        return Path(path)
     config = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower()
     return Path(config) / "flagscale" / f"fsccl-{name}.json"
 
 
-def stored_tables(device: str) -> dict[int, str]:
-    """Tables by the number of ranks; empty if none was measured.
+def load_tables(device: str) -> dict[int, str]:
+    """Return the stored tables by number of ranks; empty if there are none.
 
     Raises:
-        ConfigError: the file is not one that :func:`store` wrote, or is for another kind of GPU.
+        ConfigError: the file was not written by :func:`store`, or is for another kind of GPU.
     """
-    path = table_file(device)
+    path = table_path(device)
     try:
         content: Any = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}", hint=_HINT) from error
-    return _tables(content, path, device)
+    return _validate_tables(content, path, device)
 
 
 _HINT = "flagscale comm tune writes it anew"
 
 
-def _tables(content: Any, path: Path, device: str) -> dict[int, str]:
+def _validate_tables(content: Any, path: Path, device: str) -> dict[int, str]:
     if not isinstance(content, dict) or content.get("version") != _VERSION:
         raise ConfigError(f"{path}: expected a table of version {_VERSION}", hint=_HINT)
     if content.get("device") != device:
@@ -124,12 +128,19 @@ def _tables(content: Any, path: Path, device: str) -> dict[int, str]:
     return {int(ranks): "\n".join(rows) + "\n" for ranks, rows in tables.items()}
 
 
-def store(device: str, ranks: int, table: str, measured: Mapping[str, str]) -> Path:
-    """Keep a table beside those of other numbers of ranks; ``measured``: when and with what."""
-    path = table_file(device)
+def store_table(device: str, ranks: int, table: str, measured: Mapping[str, str]) -> Path:
+    """Store a table next to those of other numbers of ranks.
+
+    Args:
+        device: the name of the GPU.
+        ranks: number of ranks of the table.
+        table: its text.
+        measured: date and versions of the measurement, stored with the table.
+    """
+    path = table_path(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     tables: dict[str, Sequence[str]] = {
-        str(n): text.splitlines() for n, text in stored_tables(device).items()
+        str(n): text.splitlines() for n, text in load_tables(device).items()
     }
     tables[str(ranks)] = table.splitlines()
     content = {

@@ -1,4 +1,4 @@
-"""What ranks do in tests. All ranks of a group call a function with the same arguments."""
+"""Basic test cases, run on ranks. All ranks of a group call a function with the same arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fsccl_checks import all_gather_whole, reduce_scatter_whole
+from fsccl_checks import all_gather_single, reduce_scatter_single
 
 import flagscale.comm.fsccl
 
@@ -32,26 +32,29 @@ def join(
     host: str = "",
     backend: str = "fsccl",
 ) -> None:
-    """Make this process a rank. The test keeps the store; with ``host``, rank 0 there does."""
+    """Initialize the default process group. The test hosts the store, or rank 0 on ``host`` if
+    given.
+    """
     for name in [n for n in os.environ if n.startswith("FSCCL_") and n != "FSCCL_BUILD_DIR"]:
         del os.environ[name]
-    # Of the host, also on a machine with GPUs, unless the test says otherwise.
+    # CPU tensors by default, also on a machine with GPUs, unless the test overrides it.
     os.environ.update({"FSCCL_DEVICE": "cpu", **environment})
     if dist.is_initialized():
         dist.destroy_process_group()
-    dist.distributed_c10d._world.group_count = 0  # the same names on ranks of different age
-    keeps = bool(host) and rank == 0
-    store = dist.PrefixStore(key, dist.TCPStore(host or "127.0.0.1", port, is_master=keeps))
-    limit = datetime.timedelta(seconds=timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    # same group names on ranks that have joined different numbers of groups
+    dist.distributed_c10d._world.group_count = 0
+    is_master = bool(host) and rank == 0
+    store = dist.PrefixStore(key, dist.TCPStore(host or "127.0.0.1", port, is_master=is_master))
+    timeout_delta = datetime.timedelta(seconds=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout_delta)
 
 
-def barrier_of_a_new_group() -> None:
+def barrier_in_new_group() -> None:
     dist.barrier(group=dist.new_group(backend="fsccl"))
 
 
-def forks_a_child_that_leaves() -> None:
-    """What a forked child does with its copy of a group is its own affair."""
+def fork_child_that_destroys_group() -> None:
+    """Destroy a forked child's copy of the group: the parent's group must keep working."""
     dist.barrier()
     if dist.get_rank() == 0:
         child = os.fork()
@@ -67,25 +70,25 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
-_another: list[Any] = []
+_second_group: list[Any] = []
 
 
-def make_another_group() -> None:
-    """Of all ranks, in which each has had a word with its neighbours."""
+def create_second_group() -> None:
+    """Create a second group of all ranks and exchange a message with both neighbours in it."""
     me, n = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(list(range(n)))
     sent = dist.isend(torch.ones(1), (me + 1) % n, group=group)
     dist.recv(torch.ones(1), (me - 1) % n, group=group)
     sent.wait()
-    _another[:] = [group]
+    _second_group[:] = [group]
 
 
-def wait_in_another_group(source: int) -> None:
-    dist.recv(torch.ones(1), source, group=_another[0])
+def receive_in_second_group(source: int) -> None:
+    dist.recv(torch.ones(1), source, group=_second_group[0])
 
 
-def call(op: str, count: int = 1 << 18, repeat: int = 1) -> str:
-    """An operation whose failure is what the test is about."""
+def run_operation(op: str, count: int = 1 << 18, repeat: int = 1) -> str:
+    """Run an operation that the test expects to fail."""
     n, me = dist.get_world_size(), dist.get_rank()
     x = torch.ones(count)
     for _ in range(repeat):
@@ -95,7 +98,7 @@ def call(op: str, count: int = 1 << 18, repeat: int = 1) -> str:
             dist.barrier()
         elif op == "broadcast":
             dist.broadcast(x, 0)
-            dist.barrier()  # a root may finish alone
+            dist.barrier()  # because a root may finish before the others start
         elif op == "recv_last":
             if me != n - 1:
                 dist.recv(x, n - 1)
@@ -110,30 +113,32 @@ def call(op: str, count: int = 1 << 18, repeat: int = 1) -> str:
     return "done"
 
 
-def unequal_self(kind: str, sent: int, expected: int, at: int = 0) -> None:
-    """The rank ``at`` sends itself other than it expects of itself; everyone else fits."""
+def send_self_mismatched(kind: str, sent: int, expected: int, at: int = 0) -> None:
+    """Let rank ``at`` send itself ``sent`` elements but expect ``expected``. Other ranks' sizes
+    match.
+    """
     n, me = dist.get_world_size(), dist.get_rank()
-    odd = me == at
+    is_mismatched = me == at
     rows_in, rows_out = [4] * n, [4] * n
-    if odd:
+    if is_mismatched:
         rows_in[at], rows_out[at] = sent, expected
-    given = [torch.ones(rows) for rows in rows_in]
-    wanted = [torch.zeros(rows) for rows in rows_out]
+    send_parts = [torch.ones(rows) for rows in rows_in]
+    receive_parts = [torch.zeros(rows) for rows in rows_out]
     if kind == "all_to_all_single":
-        dist.all_to_all_single(torch.cat(wanted), torch.cat(given), rows_out, rows_in)
+        dist.all_to_all_single(torch.cat(receive_parts), torch.cat(send_parts), rows_out, rows_in)
     elif kind == "all_to_all":
-        dist.all_to_all(wanted, given)
+        dist.all_to_all(receive_parts, send_parts)
     elif kind == "gather":
-        dist.gather(given[at], wanted if odd else None, dst=at)
+        dist.gather(send_parts[at], receive_parts if is_mismatched else None, dst=at)
     elif kind == "scatter":
-        dist.scatter(wanted[at], given if odd else None, src=at)
+        dist.scatter(receive_parts[at], send_parts if is_mismatched else None, src=at)
     else:
         raise ValueError(kind)
-    dist.barrier()  # who had nothing to do with it learns of it here
+    dist.barrier()  # ranks that are not involved get the error here
 
 
-def unequal_lists(op: str) -> None:
-    """Ranks disagree on whose part is larger; what they agree on is the sum."""
+def call_with_mismatched_lists(op: str) -> None:
+    """Call a list operation with parts of different sizes but equal totals on all ranks."""
     n, me = dist.get_world_size(), dist.get_rank()
     parts = [torch.ones(3 if p == me else 2) for p in range(n)]
     if op == "all_gather":
@@ -146,24 +151,24 @@ def unequal_lists(op: str) -> None:
 
 
 def limit_file_size(bytes_: int) -> None:
-    """As ``ulimit -f``; -1 lifts the limit."""
+    """Limit the size of written files, like ``ulimit -f``. -1 removes the limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard if bytes_ < 0 else bytes_, hard))
 
 
-def segments() -> tuple[int, list[str]]:
-    """How many maps and descriptors of segments this process holds; what lies in /dev/shm."""
+def count_segments() -> tuple[int, list[str]]:
+    """Count this process's maps and descriptors of shared segments, and list those in /dev/shm."""
     gc.collect()
     maps = Path("/proc/self/maps").read_text().count("memfd:fsccl")
     descriptors = 0
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # that of the directory itself
+        with contextlib.suppress(OSError):  # the descriptor of the directory being listed
             descriptors += "memfd:fsccl" in str(link.readlink())
     return maps + descriptors, sorted(p.name for p in Path("/dev/shm").glob("*fsccl*"))
 
 
-def asynchronous() -> None:
-    """Works of one group complete in order; synchronous calls come after those before them."""
+def check_asynchronous() -> None:
+    """Check that works of a group complete in order, and synchronous calls after earlier ones."""
     n, me = dist.get_world_size(), dist.get_rank()
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     before = backend._get_sequence_number_for_group()
@@ -178,15 +183,15 @@ def asynchronous() -> None:
         assert w.is_success()
     chained = dist.all_reduce(torch.ones(4), async_op=True).get_future()
     assert chained.then(lambda f: f.value()[0] * 2).wait()[0] == 2 * n
-    late = dist.all_reduce(torch.ones(4), async_op=True)
-    late.wait()
-    assert late.get_future().wait()[0][0] == n
-    assert late.result()[0][0] == n
+    completed = dist.all_reduce(torch.ones(4), async_op=True)
+    completed.wait()
+    assert completed.get_future().wait()[0][0] == n
+    assert completed.result()[0][0] == n
     assert backend._get_sequence_number_for_group() == before + 8
 
 
-def two_groups_crossed() -> None:
-    """Asynchronous operations of two groups, called in opposite orders by different ranks."""
+def check_crossed_groups() -> None:
+    """Check asynchronous operations of two groups, called in opposite orders by different ranks."""
     groups = [dist.new_group(), dist.new_group()]
     buffers = [torch.ones(10_000), torch.ones(10_000)]
     order = (0, 1) if dist.get_rank() % 2 == 0 else (1, 0)
@@ -196,14 +201,14 @@ def two_groups_crossed() -> None:
     assert all(b[0] == dist.get_world_size() for b in buffers)
 
 
-KEPT: list[dist.Work] = []
+PENDING: list[dist.Work] = []
 
 
-def impatient(seconds: float) -> str:
-    """Waits for an operation that others have yet to call, and keeps it."""
+def wait_with_timeout(seconds: float) -> str:
+    """Wait with a timeout for an operation that other ranks have yet to call, and keep its work."""
     work = dist.all_reduce(torch.ones(4), async_op=True)
     assert work is not None
-    KEPT.append(work)
+    PENDING.append(work)
     try:
         work.wait(datetime.timedelta(seconds=seconds))
     except RuntimeError as error:
@@ -211,22 +216,24 @@ def impatient(seconds: float) -> str:
     return "done"
 
 
-def patient() -> float:
-    """Waits for what is kept, or calls it; the group is as good as before."""
-    if KEPT:
-        work = KEPT.pop()
+def finish_pending() -> float:
+    """Wait for the kept work, or call the operation: a timed-out wait does not affect the group."""
+    if PENDING:
+        work = PENDING.pop()
         assert work.wait(datetime.timedelta(seconds=60))
-        found: float = work.result()[0][0].item()
+        result: float = work.result()[0][0].item()
     else:
         x = torch.ones(4)
         dist.all_reduce(x)
-        found = x[0].item()
+        result = x[0].item()
     dist.barrier()
-    return found
+    return result
 
 
-def messages(count: int) -> None:
-    """Point-to-point: both directions at once, tags out of order, from anyone, batched."""
+def check_messages(count: int) -> None:
+    """Check point-to-point messages: in both directions, with tags out of order, any-source,
+    batched.
+    """
     n, me = dist.get_world_size(), dist.get_rank()
     right, left = (me + 1) % n, (me - 1) % n
     sends = [dist.isend(torch.full((count,), me * 10.0 + t), right, tag=t) for t in range(3)]
@@ -236,7 +243,7 @@ def messages(count: int) -> None:
         assert (x == left * 10 + tag).all()
     for s in sends:
         s.wait()
-    for step in range(1, n):  # from anyone, on the last rank
+    for step in range(1, n):  # any-source, on the last rank
         if me == n - 1:
             x = torch.empty(count)
             source = dist.recv(x, tag=step)
@@ -264,7 +271,7 @@ def messages(count: int) -> None:
         time.sleep(0.001)
     assert (polled == left + 0.25).all()
     polled.fill_(-1.0)
-    w.wait()  # which copies nothing again
+    w.wait()  # must not copy the result again
     assert (polled == -1).all()
     w = dist.irecv(into, left)
     futures = [w.get_future(), w.get_future()]
@@ -272,7 +279,7 @@ def messages(count: int) -> None:
     assert all((future.wait()[0] == left + 0.5).all() for future in futures)
 
 
-def coalesced() -> None:
+def check_coalesced() -> None:
     n, me = dist.get_world_size(), dist.get_rank()
     tensors = [torch.full((k,), float(me)) for k in (1, 100, 10_000)]
     with dist._coalescing_manager(async_ops=True) as manager:
@@ -283,39 +290,39 @@ def coalesced() -> None:
     outs = [torch.empty(n * k) for k in (3, 500)]
     with dist._coalescing_manager(device=torch.device("cpu")):
         for out in outs:
-            all_gather_whole(out, torch.full((out.numel() // n,), float(me)))
+            all_gather_single(out, torch.full((out.numel() // n,), float(me)))
     for out in outs:
         assert (out.view(n, -1)[:, 0] == torch.arange(n)).all()
 
 
-def objects() -> None:
+def check_objects() -> None:
     n, me = dist.get_world_size(), dist.get_rank()
-    everyone: list[Any] = [None] * n
-    dist.all_gather_object(everyone, {"rank": me, "text": "x" * me})
-    assert [e["rank"] for e in everyone] == list(range(n))
-    one = ["from 0" if me == 0 else None]
-    dist.broadcast_object_list(one, 0)
-    assert one == ["from 0"]
+    gathered: list[Any] = [None] * n
+    dist.all_gather_object(gathered, {"rank": me, "text": "x" * me})
+    assert [e["rank"] for e in gathered] == list(range(n))
+    broadcasted = ["from 0" if me == 0 else None]
+    dist.broadcast_object_list(broadcasted, 0)
+    assert broadcasted == ["from 0"]
 
 
-def algorithms() -> list[str]:
-    """What the backend says it took, for a small and a large operation of each kind."""
+def list_algorithms() -> list[str]:
+    """Return the backend's algorithms for a small and a large all_reduce and for a barrier."""
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-    said = [backend.last_algorithm()]  # type: ignore[attr-defined]
+    names = [backend.last_algorithm()]  # type: ignore[attr-defined]
     for count in (16, 1 << 20):
         dist.all_reduce(torch.ones(count))
-        said.append(backend.last_algorithm())  # type: ignore[attr-defined]
+        names.append(backend.last_algorithm())  # type: ignore[attr-defined]
     dist.barrier()
-    return [*said, backend.last_algorithm()]  # type: ignore[attr-defined]
+    return [*names, backend.last_algorithm()]  # type: ignore[attr-defined]
 
 
-def named_algorithms(count: int) -> list[tuple[str, dict[int, int]]]:
-    """Of a group for each name, what an all_reduce takes and how much it sends to whom."""
+def run_named_algorithms(count: int) -> list[tuple[str, dict[int, int]]]:
+    """Return each algorithm of a group and the bytes that its all_reduce sends per rank."""
     options: Any = flagscale.comm.fsccl.load_extension().Options
     out = []
     for name in ("ring", "tree", "transpose", None):
-        given = options() if name is None else options(algorithm=name)
-        group: Any = dist.new_group(pg_options=given)
+        group_options = options() if name is None else options(algorithm=name)
+        group: Any = dist.new_group(pg_options=group_options)
         tensor = torch.full((count,), dist.get_rank() + 1, dtype=torch.bfloat16)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
         assert (tensor == dist.get_world_size()).all()
@@ -327,38 +334,38 @@ def named_algorithms(count: int) -> list[tuple[str, dict[int, int]]]:
     return out
 
 
-def registering() -> list[str]:
-    """What a group of CPUs says to memory of GPUs."""
+def register_gpu_memory() -> list[str]:
+    """Return the errors of registering GPU memory with a group of CPU ranks."""
     backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     assert backend.mem_allocator is None
     segment = {"address": 4096, "total_size": 64, "blocks": [{"size": 64}]}
     pool = types.SimpleNamespace(id=(0, 1), snapshot=lambda: [segment])
-    said = []
+    errors = []
     for symmetric in (False, True):
         try:
             backend.register_mem_pool(pool, symm=symmetric)
         except NotImplementedError as error:
-            said.append(str(error))
+            errors.append(str(error))
     dist.barrier()
-    return said
+    return errors
 
 
-def usage_errors() -> list[str]:
-    """What a wrong call says; the group goes on afterwards."""
+def collect_usage_errors() -> list[str]:
+    """Return the errors of invalid calls. The group must keep working."""
     n = dist.get_world_size()
     world: Any = dist.group.WORLD
     out = []
-    wrong = [
+    invalid_calls = [
         lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND),
         lambda: dist.all_reduce(torch.ones(3).to_sparse(), op=dist.ReduceOp.MAX),
         lambda: dist.all_to_all_single(torch.ones(n + 1), torch.ones(n + 1)),
-        lambda: all_gather_whole(torch.ones(n), torch.ones(2)),
-        lambda: reduce_scatter_whole(torch.ones(2), torch.ones(2 * n, dtype=torch.float64)),
+        lambda: all_gather_single(torch.ones(n), torch.ones(2)),
+        lambda: reduce_scatter_single(torch.ones(2), torch.ones(2 * n, dtype=torch.float64)),
         lambda: world.allgather_coalesced([[torch.ones(2)]] * n, [torch.ones(9)]).wait(),
     ]
-    for call_wrongly in wrong:
+    for invalid_call in invalid_calls:
         try:
-            call_wrongly()
+            invalid_call()
             out.append("no error")
         except (ValueError, TypeError, RuntimeError) as error:
             out.append(f"{type(error).__name__}: {error}")
@@ -367,7 +374,7 @@ def usage_errors() -> list[str]:
 
 
 def abort_while_waiting() -> str:
-    """Another thread gives up on what nobody else calls."""
+    """Abort the group from another thread while an operation waits for other ranks."""
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     threading.Timer(0.3, backend.abort).start()
     try:

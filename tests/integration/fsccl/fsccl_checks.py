@@ -1,4 +1,4 @@
-"""Every collective against a reference, as all ranks of a group call it with the same arguments."""
+"""Checks of every collective against a reference. All ranks call them with the same arguments."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ REDUCTIONS = {
     "bor": dist.ReduceOp.BOR,
     "bxor": dist.ReduceOp.BXOR,
 }
-FACTOR = 0.5  # of PREMUL_SUM
+PREMUL_FACTOR = 0.5  # factor of PREMUL_SUM
 
-# torch 2.13 has new names for them, and warns of the old ones.
-all_gather_whole = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_whole = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 renamed both functions and warns about the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def inputs(dtype: torch.dtype, count: int, seed: int) -> list[Tensor]:
-    """What every rank holds: small whole numbers and halves, from which few types lose anything."""
+def generate_inputs(dtype: torch.dtype, count: int, seed: int) -> list[Tensor]:
+    """Return the inputs of all ranks: small integers and halves, exact in most data types."""
     generator = torch.Generator().manual_seed(seed)
     out = []
     for _ in range(dist.get_world_size()):
-        # The same on every device.
-        drawn = torch.randint(0, 7, (count,), generator=generator, device="cpu")
-        values = drawn.to(torch.get_default_device())
+        # Drawn on the CPU, so that values are the same for every device.
+        integers = torch.randint(0, 7, (count,), generator=generator, device="cpu")
+        values = integers.to(torch.get_default_device())
         if dtype.is_floating_point or dtype.is_complex:
             out.append(((values - 3) / 2).to(dtype))
         else:
@@ -41,28 +41,28 @@ def inputs(dtype: torch.dtype, count: int, seed: int) -> list[Tensor]:
     return out
 
 
-def reduction(name: str) -> Any:
+def make_reduce_op(name: str) -> Any:
     if name == "premul":
-        return dist._make_nccl_premul_sum(FACTOR)
+        return dist._make_nccl_premul_sum(PREMUL_FACTOR)
     return REDUCTIONS[name]
 
 
-def reference(name: str, given: list[Tensor]) -> Tensor:
-    """In float64 (complex128, int64), rounded to the type at the end."""
-    first = given[0]
-    wide = torch.complex128 if first.is_complex() else torch.float64
+def compute_reference(name: str, tensors: list[Tensor]) -> Tensor:
+    """Compute the reduction in float64 (complex128, int64) and round it to the data type."""
+    first = tensors[0]
+    wide_dtype = torch.complex128 if first.is_complex() else torch.float64
     if not (first.is_floating_point() or first.is_complex()):
-        wide = torch.int64
+        wide_dtype = torch.int64
     if first.dtype == torch.bool:
         name = {"sum": "bor", "max": "bor", "product": "band", "min": "band"}.get(name, name)
-    stack = torch.stack([t.to(wide) for t in given])
+    stack = torch.stack([t.to(wide_dtype) for t in tensors])
     if name == "sum":
         total = stack.sum(0)
     elif name == "premul":
-        total = (stack * FACTOR).sum(0)
+        total = (stack * PREMUL_FACTOR).sum(0)
     elif name == "avg":
-        whole = wide == torch.int64
-        total = stack.sum(0).div(len(given), rounding_mode="trunc" if whole else None)
+        is_integer = wide_dtype == torch.int64
+        total = stack.sum(0).div(len(tensors), rounding_mode="trunc" if is_integer else None)
     elif name == "product":
         total = stack.prod(0)
     elif name in ("min", "max"):
@@ -75,124 +75,133 @@ def reference(name: str, given: list[Tensor]) -> Tensor:
     return total.to(first.dtype)
 
 
-def expect(found: Tensor, wanted: Tensor, what: str) -> None:
-    exact = not (wanted.dtype.is_floating_point or wanted.dtype.is_complex)
-    # Partial sums of clusters are rounded once each in a 16-bit type.
-    loose = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}
-    tolerance = 0.0 if exact else loose.get(wanted.dtype, 1e-6)
+def assert_close(result: Tensor, expected: Tensor, label: str) -> None:
+    exact = not (expected.dtype.is_floating_point or expected.dtype.is_complex)
+    # Partial sums of nodes are rounded once each in 16-bit types.
+    tolerances = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5}
+    tolerance = 0.0 if exact else tolerances.get(expected.dtype, 1e-6)
     torch.testing.assert_close(
-        found, wanted, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda m: f"{what}: {m}"
+        result,
+        expected,
+        rtol=tolerance,
+        atol=tolerance,
+        equal_nan=True,
+        msg=lambda m: f"{label}: {m}",
     )
 
 
-def expect_equal_bits(found: Tensor, what: str) -> None:
-    # A fresh tensor: one element counts as contiguous whatever its stride, but cannot be viewed.
-    mine = torch.empty(found.numel(), dtype=found.dtype).copy_(found).view(torch.uint8)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    assert all(torch.equal(e, mine) for e in everyone), f"{what}: ranks have different bits"
+def assert_same_bits_on_ranks(result: Tensor, label: str) -> None:
+    # A new tensor: a single element counts as contiguous with any stride, but cannot be viewed.
+    mine = torch.empty(result.numel(), dtype=result.dtype).copy_(result).view(torch.uint8)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    assert all(torch.equal(e, mine) for e in gathered), f"{label}: ranks have different bits"
 
 
 @dataclass(frozen=True)
-class Case:
-    """An operation and what it is called with."""
+class OperationCase:
+    """An operation and its arguments."""
 
-    kind: torch.dtype
+    dtype: torch.dtype
     count: int
     red: str
     root: int
     seed: int
     strided: bool
-    what: str
+    label: str
 
 
-def check(op: str, dtype: str, count: int, red: str, root: int, seed: int, strided: bool) -> None:
-    """One operation against the reference."""
-    what = f"{op} {dtype}[{count}] {red} root {root}"
+def check_operation(
+    op: str, dtype: str, count: int, red: str, root: int, seed: int, strided: bool
+) -> None:
+    """Check one operation against the reference."""
+    label = f"{op} {dtype}[{count}] {red} root {root}"
     root %= dist.get_world_size()
-    CHECKS[op](Case(getattr(torch, dtype), count, red, root, seed, strided, what))
+    CHECKS[op](OperationCase(getattr(torch, dtype), count, red, root, seed, strided, label))
 
 
-def on_stride(t: Tensor, strided: bool) -> Tensor:
-    """The same values, every second element of a larger tensor if asked."""
+def make_strided(t: Tensor, strided: bool) -> Tensor:
+    """Return the same values, as every second element of a larger tensor if ``strided``."""
     if not strided:
         return t.clone()
     return torch.stack([t, t], dim=-1).reshape(-1)[::2] if t.numel() else t.clone()
 
 
-def all_reduce(case: Case) -> None:
-    given = inputs(case.kind, case.count, case.seed)
-    mine = on_stride(given[dist.get_rank()], case.strided)
-    dist.all_reduce(mine, op=reduction(case.red))
-    expect(mine, reference(case.red, given), case.what)
-    expect_equal_bits(mine, case.what)
+def all_reduce(case: OperationCase) -> None:
+    tensors = generate_inputs(case.dtype, case.count, case.seed)
+    mine = make_strided(tensors[dist.get_rank()], case.strided)
+    dist.all_reduce(mine, op=make_reduce_op(case.red))
+    assert_close(mine, compute_reference(case.red, tensors), case.label)
+    assert_same_bits_on_ranks(mine, case.label)
 
 
-def reduce(case: Case) -> None:
-    given = inputs(case.kind, case.count, case.seed)
-    mine = on_stride(given[dist.get_rank()], case.strided)
-    dist.reduce(mine, case.root, op=reduction(case.red))
+def reduce(case: OperationCase) -> None:
+    tensors = generate_inputs(case.dtype, case.count, case.seed)
+    mine = make_strided(tensors[dist.get_rank()], case.strided)
+    dist.reduce(mine, case.root, op=make_reduce_op(case.red))
     me = dist.get_rank()
-    expect(mine, reference(case.red, given) if me == case.root else given[me], case.what)
+    assert_close(
+        mine, compute_reference(case.red, tensors) if me == case.root else tensors[me], case.label
+    )
 
 
-def reduce_scatter(case: Case) -> None:
+def reduce_scatter(case: OperationCase) -> None:
     n, me = dist.get_world_size(), dist.get_rank()
-    given = inputs(case.kind, case.count * n, case.seed)
-    out = torch.empty(case.count, dtype=case.kind)
-    reduce_scatter_whole(out, given[me], op=reduction(case.red))
-    wanted = reference(case.red, given)
-    expect(out, wanted[me * case.count : (me + 1) * case.count], case.what)
-    # Lists may hold tensors of different sizes.
+    tensors = generate_inputs(case.dtype, case.count * n, case.seed)
+    out = torch.empty(case.count, dtype=case.dtype)
+    reduce_scatter_single(out, tensors[me], op=make_reduce_op(case.red))
+    expected = compute_reference(case.red, tensors)
+    assert_close(out, expected[me * case.count : (me + 1) * case.count], case.label)
+    # Lists may contain tensors of different sizes.
     sizes = [case.count + p for p in range(n)]
-    given = inputs(case.kind, sum(sizes), case.seed + 1)
-    parts = [on_stride(p, case.strided) for p in given[me].split(sizes)]
-    out = torch.empty(sizes[me], dtype=case.kind)
-    dist.reduce_scatter(out, parts, op=reduction(case.red))
-    expect(out, reference(case.red, given).split(sizes)[me], case.what + " (list)")
+    tensors = generate_inputs(case.dtype, sum(sizes), case.seed + 1)
+    parts = [make_strided(p, case.strided) for p in tensors[me].split(sizes)]
+    out = torch.empty(sizes[me], dtype=case.dtype)
+    dist.reduce_scatter(out, parts, op=make_reduce_op(case.red))
+    assert_close(out, compute_reference(case.red, tensors).split(sizes)[me], case.label + " (list)")
 
 
-def all_gather(case: Case) -> None:
+def all_gather(case: OperationCase) -> None:
     n, me = dist.get_world_size(), dist.get_rank()
-    given = inputs(case.kind, case.count, case.seed)
-    out = torch.empty(n * case.count, dtype=case.kind)
-    all_gather_whole(out, on_stride(given[me], case.strided))
-    expect(out, torch.cat(given), case.what)
+    tensors = generate_inputs(case.dtype, case.count, case.seed)
+    out = torch.empty(n * case.count, dtype=case.dtype)
+    all_gather_single(out, make_strided(tensors[me], case.strided))
+    assert_close(out, torch.cat(tensors), case.label)
     sizes = [case.count + p for p in range(n)]
-    ragged = [inputs(case.kind, s, case.seed + 1)[p] for p, s in enumerate(sizes)]
-    outs = [torch.empty(2 * s, dtype=case.kind)[:: 2 if case.strided else 1][:s] for s in sizes]
+    ragged = [generate_inputs(case.dtype, s, case.seed + 1)[p] for p, s in enumerate(sizes)]
+    outs = [torch.empty(2 * s, dtype=case.dtype)[:: 2 if case.strided else 1][:s] for s in sizes]
     dist.all_gather(outs, ragged[me])
-    for found, wanted in zip(outs, ragged, strict=True):
-        expect(found, wanted, case.what + " (list)")
+    for result, expected in zip(outs, ragged, strict=True):
+        assert_close(result, expected, case.label + " (list)")
 
 
-def broadcast(case: Case) -> None:
-    given = inputs(case.kind, case.count, case.seed)
-    mine = on_stride(given[dist.get_rank()], case.strided)
+def broadcast(case: OperationCase) -> None:
+    tensors = generate_inputs(case.dtype, case.count, case.seed)
+    mine = make_strided(tensors[dist.get_rank()], case.strided)
     dist.broadcast(mine, case.root)
-    expect(mine, given[case.root], case.what)
+    assert_close(mine, tensors[case.root], case.label)
 
 
-def gather(case: Case) -> None:
-    given = inputs(case.kind, case.count, case.seed)
+def gather(case: OperationCase) -> None:
+    tensors = generate_inputs(case.dtype, case.count, case.seed)
     is_root = dist.get_rank() == case.root
-    outs = [torch.empty(case.count, dtype=case.kind) for _ in given] if is_root else None
-    dist.gather(on_stride(given[dist.get_rank()], case.strided), outs, dst=case.root)
-    for found, wanted in zip(outs or [], given, strict=False):
-        expect(found, wanted, case.what)
+    outs = [torch.empty(case.count, dtype=case.dtype) for _ in tensors] if is_root else None
+    dist.gather(make_strided(tensors[dist.get_rank()], case.strided), outs, dst=case.root)
+    for result, expected in zip(outs or [], tensors, strict=False):
+        assert_close(result, expected, case.label)
 
 
-def scatter(case: Case) -> None:
-    given = inputs(case.kind, case.count, case.seed)
+def scatter(case: OperationCase) -> None:
+    tensors = generate_inputs(case.dtype, case.count, case.seed)
     is_root = dist.get_rank() == case.root
-    out = torch.empty(case.count, dtype=case.kind)
-    parts = [on_stride(t, case.strided) for t in given] if is_root else None
+    out = torch.empty(case.count, dtype=case.dtype)
+    parts = [make_strided(t, case.strided) for t in tensors] if is_root else None
     dist.scatter(out, parts, src=case.root)
-    expect(out, given[dist.get_rank()], case.what)
+    assert_close(out, tensors[dist.get_rank()], case.label)
 
 
-def all_to_all(case: Case) -> None:
-    """Rank r sends case.count + r * p rows to rank p, but nothing to the rank ``root``."""
+def all_to_all(case: OperationCase) -> None:
+    """Send ``case.count + source * target`` rows between ranks, but none to the rank ``root``."""
     n, me = dist.get_world_size(), dist.get_rank()
 
     def rows(source: int, target: int) -> int:
@@ -200,18 +209,20 @@ def all_to_all(case: Case) -> None:
 
     def sent(source: int) -> list[Tensor]:
         sizes = [rows(source, p) for p in range(n)]
-        return list(inputs(case.kind, sum(sizes), case.seed + source)[source].split(sizes))
+        return list(
+            generate_inputs(case.dtype, sum(sizes), case.seed + source)[source].split(sizes)
+        )
 
-    mine, wanted = sent(me), [sent(p)[me] for p in range(n)]
-    out = torch.empty(sum(w.numel() for w in wanted), dtype=case.kind)
+    mine, expected = sent(me), [sent(p)[me] for p in range(n)]
+    out = torch.empty(sum(w.numel() for w in expected), dtype=case.dtype)
     dist.all_to_all_single(
-        out, torch.cat(mine), [w.numel() for w in wanted], [m.numel() for m in mine]
+        out, torch.cat(mine), [w.numel() for w in expected], [m.numel() for m in mine]
     )
-    expect(out, torch.cat(wanted), case.what)
-    outs = [torch.empty_like(w) for w in wanted]
-    dist.all_to_all(outs, [on_stride(m, case.strided) for m in mine])
-    for found, one in zip(outs, wanted, strict=True):
-        expect(found, one, case.what + " (list)")
+    assert_close(out, torch.cat(expected), case.label)
+    outs = [torch.empty_like(w) for w in expected]
+    dist.all_to_all(outs, [make_strided(m, case.strided) for m in mine])
+    for result, tensor in zip(outs, expected, strict=True):
+        assert_close(result, tensor, case.label + " (list)")
 
 
 CHECKS = {
@@ -229,6 +240,6 @@ CHECKS = {
 }
 
 
-def check_many(cases: list[dict[str, Any]]) -> None:
+def check_operations(cases: list[dict[str, Any]]) -> None:
     for case in cases:
-        check(**case)
+        check_operation(**case)

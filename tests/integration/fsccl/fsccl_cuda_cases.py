@@ -1,4 +1,4 @@
-"""What ranks with a GPU do in tests. Ranks of the host in the same group call the plain cases."""
+"""Test cases of ranks with a GPU. CPU ranks of the same group run the plain cases."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import statistics
 import time
 from typing import Any
 
+import fsccl_bounded_cases
 import fsccl_cases
 import fsccl_checks
 import fsccl_device_cases
-import fsccl_tail_cases
 import fsccl_torch_cases
 import torch
 import torch.distributed as dist
@@ -19,111 +19,113 @@ MODULES = (
     fsccl_cases,
     fsccl_checks,
     fsccl_device_cases,
-    fsccl_tail_cases,
+    fsccl_bounded_cases,
 )
-CALLABLE = {name: case for module in MODULES for name, case in vars(module).items()}
-CYCLES = 2_000_000_000  # about a second of a GPU: longer than any call takes
+CASES = {name: case for module in MODULES for name, case in vars(module).items()}
+CYCLES = 2_000_000_000  # about a second on a GPU, longer than any call takes
 
 
-def own_device() -> torch.device:
+def select_own_device() -> torch.device:
     device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
 
-def on_cuda(name: str, **arguments: Any) -> Any:
-    """Another case, with tensors on this rank's GPU."""
-    with own_device():
-        result = CALLABLE[name](**arguments)
+def run_on_cuda(name: str, **arguments: Any) -> Any:
+    """Run another case with tensors on this rank's GPU."""
+    with select_own_device():
+        result = CASES[name](**arguments)
     torch.cuda.synchronize()
     return result
 
 
-def cuda_path() -> str:
-    backend = dist.group.WORLD._get_backend(own_device())  # type: ignore[union-attr]
+def get_cuda_path() -> str:
+    backend = dist.group.WORLD._get_backend(select_own_device())  # type: ignore[union-attr]
     path: str = backend.path_of(torch.ones(1, device="cuda"))  # type: ignore[attr-defined]
     return path
 
 
-def calls_return_early(count: int) -> None:
-    """Asynchronous and synchronous calls return while the GPU still makes their input; wait()
-    orders the current stream and not the host."""
-    n, device = dist.get_world_size(), own_device()
+def check_calls_return_early(count: int) -> None:
+    """Check that calls return while the GPU still computes their input.
+
+    wait() must block the current stream, not the host.
+    """
+    n, device = dist.get_world_size(), select_own_device()
     for async_op in (True, False):
-        dist.all_reduce(torch.ones(count, device=device))  # connects
-        loaded = torch.zeros(count, device=device)
-        loaded += dist.get_rank()
-        loaded * 2  # kernels are loaded when they are first called, which waits for the GPU
+        dist.all_reduce(torch.ones(count, device=device))  # connects the ranks
+        warm_up = torch.zeros(count, device=device)
+        warm_up += dist.get_rank()
+        warm_up * 2  # loads the kernels, which would synchronize with the GPU later
         torch.cuda.synchronize()
         x = torch.zeros(count, device=device)
         torch.cuda._sleep(CYCLES)
         x += dist.get_rank()
-        made = torch.cuda.Event()
-        made.record()
+        input_ready = torch.cuda.Event()
+        input_ready.record()
         work = dist.all_reduce(x, async_op=async_op)
         if work is not None:
             assert not work.is_completed()
             work.wait()
         doubled = x * 2
-        assert not made.query(), "a call waited for the GPU"
+        assert not input_ready.query(), "a call waited for the GPU"
         torch.cuda.synchronize()
         assert (doubled == 2 * sum(range(n))).all()
 
 
-def works_on_side_streams(count: int) -> None:
-    """The stream that is current at the call, and the one at wait(), are the ones that count."""
-    n, device = dist.get_world_size(), own_device()
-    one, other = torch.cuda.Stream(device), torch.cuda.Stream(device)
-    with torch.cuda.stream(one):
+def check_side_streams(count: int) -> None:
+    """Check that the current streams of the call and of wait() are used."""
+    n, device = dist.get_world_size(), select_own_device()
+    call_stream, wait_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    with torch.cuda.stream(call_stream):
         torch.cuda._sleep(CYCLES // 20)
         x = torch.full((count,), float(dist.get_rank()), device=device)
         work = dist.all_reduce(x, async_op=True)
-    with torch.cuda.stream(other):
+    with torch.cuda.stream(wait_stream):
         work.wait()
         result = x + 1
         future = work.get_future().wait()[0] + 1
     torch.cuda.synchronize()
-    for found in (result, future):
-        assert (found == sum(range(n)) + 1).all()
+    for tensor in (result, future):
+        assert (tensor == sum(range(n)) + 1).all()
 
 
-def memory_is_kept(count: int) -> None:
-    """Inputs that the caller drops at once are not given to anyone before the GPU has read them."""
-    n, device = dist.get_world_size(), own_device()
+def check_input_lifetime(count: int) -> None:
+    """Check that inputs dropped by the caller are not reused before the GPU has read them."""
+    n, device = dist.get_world_size(), select_own_device()
     outs, works = [], []
     for i in range(8):
         out = torch.empty(n * count, device=device)
-        given = torch.full((count,), float(dist.get_rank() + i), device=device)
+        source = torch.full((count,), float(dist.get_rank() + i), device=device)
         torch.cuda._sleep(CYCLES // 100)
-        works.append(fsccl_checks.all_gather_whole(out, given, async_op=True))
-        del given
-        torch.full((count,), -1.0, device=device)  # takes the memory if it is free
+        works.append(fsccl_checks.all_gather_single(out, source, async_op=True))
+        del source
+        torch.full((count,), -1.0, device=device)  # reuses the memory if it was freed
         outs.append(out)
     for work in works:
         work.wait()
     for i, out in enumerate(outs):
-        wanted = torch.arange(n, device=device, dtype=torch.float32).unsqueeze(1) + i
-        assert (out.view(n, -1) == wanted).all()
+        expected = torch.arange(n, device=device, dtype=torch.float32).unsqueeze(1) + i
+        assert (out.view(n, -1) == expected).all()
 
 
-def capture() -> str:
-    """What a captured operation says; afterwards the group works."""
-    x = torch.ones(1 << 16, device=own_device())
+def capture_all_reduce() -> str:
+    """Return the error of capturing an operation in a CUDA graph."""
+    x = torch.ones(1 << 16, device=select_own_device())
     dist.all_reduce(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    said = "captured"
+    result = "captured"
     try:
         with torch.cuda.graph(graph):
             dist.all_reduce(x)
     except (NotImplementedError, RuntimeError) as error:
-        said = f"{error} {error.__context__}"  # ending the capture may fail on its own
-    return said
+        result = f"{error} {error.__context__}"  # ending the capture may raise, too
+    return result
 
 
-def captured_graph_replays() -> None:
-    """Where the native library does all, a graph may hold its operations."""
-    n, x = dist.get_world_size(), torch.ones(1 << 16, device=own_device())
+def check_graph_replay() -> None:
+    """Check that a CUDA graph can contain operations that only the native library runs."""
+    n, x = dist.get_world_size(), torch.ones(1 << 16, device=select_own_device())
     dist.all_reduce(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -135,9 +137,11 @@ def captured_graph_replays() -> None:
     assert (x == n).all()
 
 
-def all_reduce_seconds(size: int, repeats: int) -> float:
-    """The median of calls of ``size`` bytes of float32, each to its end on the GPU."""
-    x = torch.ones(size // 4, device=own_device())
+def measure_all_reduce(size: int, repeats: int) -> float:
+    """Return the median seconds of an all_reduce of ``size`` bytes of float32, including the GPU's
+    work.
+    """
+    x = torch.ones(size // 4, device=select_own_device())
     times = []
     for i in range(repeats + 3):
         x.fill_(1)
@@ -153,7 +157,7 @@ def all_reduce_seconds(size: int, repeats: int) -> float:
     return statistics.median(slowest.tolist())
 
 
-def says_that_it_failed() -> bool:
+def barrier_fails() -> bool:
     try:
         dist.barrier()
     except RuntimeError:
@@ -161,10 +165,12 @@ def says_that_it_failed() -> bool:
     return False
 
 
-def waits_in_vain(count: int) -> str:
-    """What the group says after an operation that no other rank calls: not only to the next
-    operation on the GPU."""
-    x = torch.ones(count, device=own_device())
+def wait_for_absent_ranks(count: int) -> str:
+    """Return the error of a barrier after an operation that no other rank calls.
+
+    The error must not be limited to further operations on the GPU.
+    """
+    x = torch.ones(count, device=select_own_device())
     dist.all_reduce(x)
     torch.cuda.synchronize()
     try:
@@ -174,54 +180,54 @@ def waits_in_vain(count: int) -> str:
     return "no error"
 
 
-def leaves_while_it_waits(count: int) -> bool:
-    """Ends the group with an operation under way that no other rank calls."""
-    x = torch.ones(count, device=own_device())
+def destroy_group_while_waiting(count: int) -> bool:
+    """Destroy the group during an operation that no other rank calls."""
+    x = torch.ones(count, device=select_own_device())
     dist.all_reduce(x)
     dist.destroy_process_group()
     torch.cuda.synchronize()
     return True
 
 
-def parts_that_do_not_fit_are_refused() -> None:
-    n, device = dist.get_world_size(), own_device()
-    for given, wanted in ((n, 2 * n), (2 * n, n), (2 * n + 1, 2 * n + 1)):
+def check_invalid_splits_rejected() -> None:
+    n, device = dist.get_world_size(), select_own_device()
+    for send_size, receive_size in ((n, 2 * n), (2 * n, n), (2 * n + 1, 2 * n + 1)):
         try:
             dist.all_to_all_single(
-                torch.ones(wanted, device=device), torch.ones(given, device=device)
+                torch.ones(receive_size, device=device), torch.ones(send_size, device=device)
             )
         except (RuntimeError, ValueError):
             continue
-        raise AssertionError(f"{given} to {wanted} was taken")
+        raise AssertionError(f"{send_size} to {receive_size} was taken")
     out = torch.zeros(2 * n, device=device)
     dist.all_to_all_single(out, torch.full((2 * n,), float(dist.get_rank()), device=device))
     assert out.tolist() == [float(p) for p in range(n) for _ in range(2)]
 
 
-def earlier_works_are_waited_for_alone(count: int) -> None:
-    """Who waits for an asynchronous operation does not wait for those after it."""
-    n, device = dist.get_world_size(), own_device()
+def check_wait_ignores_later_works(count: int) -> None:
+    """Check that waiting for an asynchronous operation does not wait for later ones."""
+    n, device = dist.get_world_size(), select_own_device()
     first, second = (torch.ones(count, device=device) for _ in range(2))
     dist.all_reduce(first)
     torch.cuda.synchronize()
-    one = dist.all_reduce(first, async_op=True)
+    first_work = dist.all_reduce(first, async_op=True)
     if dist.get_rank() > 0:
         torch.cuda._sleep(CYCLES)
-    other = dist.all_reduce(second, async_op=True)
-    one.wait()
-    done = torch.cuda.Event()
-    done.record()
+    second_work = dist.all_reduce(second, async_op=True)
+    first_work.wait()
+    first_done = torch.cuda.Event()
+    first_done.record()
     if dist.get_rank() == 0:
-        done.synchronize()
-        assert not other.is_completed(), "the second operation was waited for too"
-    other.wait()
+        first_done.synchronize()
+        assert not second_work.is_completed(), "the second operation was waited for too"
+    second_work.wait()
     assert (first == n * n).all()
     assert (second == n).all()
 
 
-def fails_when_a_rank_ends(count: int) -> str:
-    """Until the error of an operation whose partner is gone."""
-    x = torch.ones(count, device=own_device())
+def run_until_a_rank_exits(count: int) -> str:
+    """Run operations until one fails because another rank has exited. Return its error."""
+    x = torch.ones(count, device=select_own_device())
     try:
         for _ in range(1_000_000):
             dist.all_reduce(x)

@@ -1,4 +1,4 @@
-"""What ranks do in tests of clusters by native library."""
+"""Test cases of groups of native libraries, run on ranks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from pathlib import Path
 import fsccl_cases
 import torch
 import torch.distributed as dist
-from fsccl_checks import all_gather_whole
+from fsccl_checks import all_gather_single
 
 
-def paths() -> str:
-    """How CPU tensors move in the default group: core, engine, or a native library's name."""
+def get_path() -> str:
+    """Return the path of CPU tensors in the default group: core, engine, or a native library's
+    name.
+    """
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     path: str = backend.path_of(torch.ones(1))  # type: ignore[attr-defined]
     return path
 
 
-def nan_wins(count: int) -> None:
-    """A NaN of any rank is in every rank's MIN and MAX, by whichever algorithm."""
+def check_nan_propagation(count: int) -> None:
+    """Check that a NaN of any rank is in every rank's MIN and MAX."""
     for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
         for source in range(dist.get_world_size()):
             x = torch.full((count,), float(dist.get_rank()))
@@ -30,26 +32,28 @@ def nan_wins(count: int) -> None:
             assert x.isnan().nonzero().flatten().tolist() == [count // 2]
 
 
-def rounding_is_alike(count: int) -> None:
-    """Values that every order of summation rounds otherwise: all ranks get the same bits."""
+def check_identical_rounding(count: int) -> None:
+    """Check that all ranks get the same bits for values that round differently in each summation
+    order.
+    """
     for kind in (torch.float32, torch.bfloat16, torch.float16):
         for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             generator = torch.Generator().manual_seed(dist.get_rank())
-            drawn = torch.randn(count, generator=generator, device="cpu")
-            x = drawn.to(torch.get_default_device(), kind)
+            values = torch.randn(count, generator=generator, device="cpu")
+            x = values.to(torch.get_default_device(), kind)
             dist.all_reduce(x, op=op)
             mine = x.view(torch.uint8)
-            everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-            dist.all_gather(everyone, mine)
-            assert all(torch.equal(mine, other) for other in everyone), (kind, op)
+            gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+            dist.all_gather(gathered, mine)
+            assert all(torch.equal(mine, theirs) for theirs in gathered), (kind, op)
 
 
-def unsigned(count: int) -> None:
-    """Types that torch hardly computes with."""
+def check_unsigned_types(count: int) -> None:
+    """Check unsigned types, for which torch has few operations."""
     n, me = dist.get_world_size(), dist.get_rank()
     for kind in (torch.uint16, torch.uint32, torch.uint64):
-        top = (1 << (8 * kind.itemsize)) - 1  # the sign bit of the signed type is set
-        for op, given, wanted in (
+        top = (1 << (8 * kind.itemsize)) - 1  # sets the sign bit of the signed type
+        for op, value, expected in (
             (dist.ReduceOp.SUM, me + 1, n * (n + 1) // 2),
             (dist.ReduceOp.BXOR, 1 << me, (1 << n) - 1),
             (dist.ReduceOp.MAX, top if me == 0 else 1, top),
@@ -61,19 +65,19 @@ def unsigned(count: int) -> None:
                 dist.ReduceOp.MIN,
                 dist.ReduceOp.AVG,
             ):
-                continue  # refused()
-            x = torch.full((count,), given, dtype=kind)
+                continue  # see run_unsupported_reduction()
+            x = torch.full((count,), value, dtype=kind)
             dist.all_reduce(x, op=op)
-            assert x.tolist() == [wanted] * count, (kind, op)
+            assert x.tolist() == [expected] * count, (kind, op)
 
 
-def many_in_flight(count: int) -> None:
-    """Asynchronous operations of all kinds at once, waited for in the opposite order."""
+def check_many_in_flight(count: int) -> None:
+    """Check asynchronous operations of several kinds at once, waited for in reverse order."""
     n, me = dist.get_world_size(), dist.get_rank()
     sums = [torch.full((count + i,), float(me + i)) for i in range(4)]
     gathered = torch.empty(n * count)
     works = [dist.all_reduce(x, async_op=True) for x in sums]
-    works.append(all_gather_whole(gathered, torch.full((count,), float(me)), async_op=True))
+    works.append(all_gather_single(gathered, torch.full((count,), float(me)), async_op=True))
     futures = [w.get_future() for w in works]
     for w in reversed(works):
         w.wait()
@@ -84,8 +88,8 @@ def many_in_flight(count: int) -> None:
         f.wait()
 
 
-def refused() -> str:
-    """What a wrong call says; the group goes on afterwards."""
+def run_unsupported_reduction() -> str:
+    """Return the error of an unsupported reduction. The group must keep working."""
     try:
         dist.all_reduce(torch.ones(3, dtype=torch.uint64), op=dist.ReduceOp.MAX)
     except ValueError as error:
@@ -95,18 +99,18 @@ def refused() -> str:
 
 
 def abort_while_waiting_for(op: str) -> str:
-    """Another thread gives up on what nobody else calls."""
+    """Abort the group from another thread while an operation waits for other ranks."""
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     threading.Timer(0.5, backend.abort).start()
     try:
-        fsccl_cases.call(op)
+        fsccl_cases.run_operation(op)
     except RuntimeError as error:
         return str(error)
     return "done"
 
 
-def call_without_memory(count: int) -> str:
-    """No memory but for the tensor itself."""
+def all_reduce_without_memory(count: int) -> str:
+    """Return the error of an all_reduce for which no memory can be allocated."""
     tensor = torch.ones(count)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -120,8 +124,8 @@ def call_without_memory(count: int) -> str:
     return "done"
 
 
-def messages_alike(count: int) -> None:
-    """Sends and receives between all pairs, with tags; ranks may be of different kinds."""
+def check_messages_of_all_pairs(count: int) -> None:
+    """Check messages with tags between all pairs of ranks, also of different device types."""
     n, me = dist.get_world_size(), dist.get_rank()
     for source in range(n):
         for target in range(n):
@@ -136,7 +140,7 @@ def messages_alike(count: int) -> None:
                 assert (x == tag).all()
 
 
-def coalesced_alike(count: int) -> None:
+def check_coalesced_all_reduces(count: int) -> None:
     n, me = dist.get_world_size(), dist.get_rank()
     tensors = [torch.full((k,), float(me)) for k in (1, 100, count)]
     with dist._coalescing_manager(device=tensors[0].device, async_ops=True) as manager:

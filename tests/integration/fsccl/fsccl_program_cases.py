@@ -1,4 +1,4 @@
-"""What legal programs do beside single calls: callbacks, brief groups, forks, sparse gradients."""
+"""Test cases of valid programs: callbacks, short-lived groups, forks, sparse gradients."""
 
 from __future__ import annotations
 
@@ -14,97 +14,97 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-KEPT: list[Any] = []
+GROUPS: list[Any] = []
 
 
-def all_ranks() -> float:
-    """The sum over ranks of rank + 1."""
+def expected_sum() -> float:
+    """Return the sum over ranks of rank + 1."""
     n = dist.get_world_size()
     return n * (n + 1) / 2
 
 
-def mine() -> torch.Tensor:
+def create_input() -> torch.Tensor:
     return torch.full((1000,), dist.get_rank() + 1.0)
 
 
-def summed(x: torch.Tensor) -> bool:
-    return bool((x == all_ranks()).all())
+def is_reduced(x: torch.Tensor) -> bool:
+    return bool((x == expected_sum()).all())
 
 
-def a_call(_: Any) -> torch.Tensor:
-    x = mine()
+def call_operation(_: Any) -> torch.Tensor:
+    x = create_input()
     dist.all_reduce(x)
     return x
 
 
-def a_work(_: Any) -> torch.Tensor:
-    x = mine()
+def wait_for_own_work(_: Any) -> torch.Tensor:
+    x = create_input()
     work = dist.all_reduce(x, async_op=True)
     assert work is not None
     work.wait()
     return x
 
 
-def a_future(_: Any) -> torch.Tensor:
-    work = dist.all_reduce(mine(), async_op=True)
+def wait_for_own_future(_: Any) -> torch.Tensor:
+    work = dist.all_reduce(create_input(), async_op=True)
     assert work is not None
-    found: torch.Tensor = work.get_future().wait()[0]
-    return found
+    result: torch.Tensor = work.get_future().wait()[0]
+    return result
 
 
-def a_call_of_another_group(_: Any) -> torch.Tensor:
-    x = mine()
-    dist.all_reduce(x, group=KEPT[-1])
+def call_in_other_group(_: Any) -> torch.Tensor:
+    x = create_input()
+    dist.all_reduce(x, group=GROUPS[-1])
     return x
 
 
-IN_CALLBACKS = (a_call, a_work, a_future, a_call_of_another_group)
+IN_CALLBACKS = (call_operation, wait_for_own_work, wait_for_own_future, call_in_other_group)
 
 
-def collectives_in_callbacks() -> None:
-    """Also while later operations of the group wait for their turn."""
+def check_collectives_in_callbacks() -> None:
+    """Check collectives in callbacks, also while later operations of the group are queued."""
     group = dist.new_group()
-    KEPT.append(group)
-    for call in IN_CALLBACKS:
-        first = mine()
-        chained = first_of(first).then(call)
-        later = [mine() for _ in range(3)]
+    GROUPS.append(group)
+    for callback in IN_CALLBACKS:
+        first = create_input()
+        chained = start_all_reduce(first).then(callback)
+        later = [create_input() for _ in range(3)]
         works = [dist.all_reduce(x, async_op=True) for x in later]
-        assert summed(chained.wait()), call.__name__
+        assert is_reduced(chained.wait()), callback.__name__
         for work in works:
             work.wait()
-        assert all(map(summed, later))
-    KEPT.remove(group)
+        assert all(map(is_reduced, later))
+    GROUPS.remove(group)
     dist.destroy_process_group(group)
 
 
-def first_of(x: torch.Tensor) -> Any:
+def start_all_reduce(x: torch.Tensor) -> Any:
     work = dist.all_reduce(x, async_op=True)
     assert work is not None
     return work.get_future()
 
 
-def later_works_in_callbacks() -> None:
-    """A callback that waits for what the program has called after its operation."""
+def check_later_works_in_callbacks() -> None:
+    """Check callbacks that wait for operations called after their own."""
     for wait in (wait_for_work, wait_for_future, wait_for_future_made_before):
-        first, second = mine(), mine()
+        first, second = create_input(), create_input()
         held: list[Any] = []
 
-        def call(_: Any, wait: Callable[..., None] = wait, held: list[Any] = held) -> None:
+        def callback(_: Any, wait: Callable[..., None] = wait, held: list[Any] = held) -> None:
             if threading.current_thread() is threading.main_thread():
-                return  # it was attached too late: the operation had ended
+                return  # attached too late: the operation had completed
             while len(held) < 2:
                 time.sleep(0.001)
             wait(held)
 
-        chained = first_of(first).then(call)
+        chained = start_all_reduce(first).then(callback)
         work = dist.all_reduce(second, async_op=True)
         assert work is not None
         held.extend([work, work.get_future()])
         chained.wait()
         work.wait()
-        assert summed(first)
-        assert summed(second)
+        assert is_reduced(first)
+        assert is_reduced(second)
 
 
 def wait_for_work(held: list[Any]) -> None:
@@ -119,8 +119,11 @@ def wait_for_future_made_before(held: list[Any]) -> None:
     held[1].wait()
 
 
-def callbacks_of_messages() -> None:
-    """A receive's callback answers by collectives and messages, while the program is in others."""
+def check_message_callbacks() -> None:
+    """Check that a receive's callback can call collectives and send messages.
+
+    The main thread is in other operations meanwhile.
+    """
     n, me = dist.get_world_size(), dist.get_rank()
     right, left = (me + 1) % n, (me - 1) % n
     group = dist.new_group()
@@ -132,21 +135,21 @@ def callbacks_of_messages() -> None:
 
     def answer(_: Any) -> torch.Tensor:
         dist.send(x + 1, left, tag=2)
-        total = mine()
+        total = create_input()
         dist.all_reduce(total, group=group)
         return total
 
     chained = work.get_future().then(answer)  # type: ignore[attr-defined]
-    back = torch.zeros(3)
-    dist.recv(back, right, tag=2)
-    assert (back == me + 1).all()
-    assert summed(chained.wait())
+    reply = torch.zeros(3)
+    dist.recv(reply, right, tag=2)
+    assert (reply == me + 1).all()
+    assert is_reduced(chained.wait())
     sent.wait()
     dist.destroy_process_group(group)
 
 
-def power_sgd(steps: int) -> None:
-    """DDP whose hook calls collectives in callbacks, several buckets at a time."""
+def train_with_power_sgd(steps: int) -> None:
+    """Train with DDP and a hook that calls collectives in callbacks of several buckets."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
@@ -163,13 +166,13 @@ def power_sgd(steps: int) -> None:
         model(torch.randn(8, 64)).square().mean().backward()
         for p in model.parameters():
             assert p.grad is not None
-            everyone = [torch.empty_like(p.grad) for _ in range(dist.get_world_size())]
-            dist.all_gather(everyone, p.grad)
-            assert all(torch.equal(e, p.grad) for e in everyone)
+            gathered = [torch.empty_like(p.grad) for _ in range(dist.get_world_size())]
+            dist.all_gather(gathered, p.grad)
+            assert all(torch.equal(e, p.grad) for e in gathered)
 
 
-def brief_groups(count: int, op: str) -> None:
-    """Groups whose first operation is their last, and for which a root need wait for nobody."""
+def check_short_lived_groups(count: int, op: str) -> None:
+    """Create groups whose first operation is their last, and whose root waits for no other rank."""
     n, me = dist.get_world_size(), dist.get_rank()
     for i in range(count):
         group = dist.new_group()
@@ -195,23 +198,23 @@ def brief_groups(count: int, op: str) -> None:
         dist.destroy_process_group(group)
 
 
-def know_each_other() -> str:
-    """The ranks learn who the others are; nothing is opened yet."""
+def exchange_identities() -> str:
+    """Let the ranks exchange their identities, without opening connections."""
     backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     path: str = backend.path_of(torch.ones(1))
     return path
 
 
-def in_a_child(what: Callable[[], None], limit: float = 20) -> int:
-    """Fork, do it there, and leave by way of the interpreter's exit functions.
+def run_in_child(function: Callable[[], None], limit: float = 20) -> int:
+    """Fork, run ``function`` in the child, and run the interpreter's exit functions there.
 
-    Returns its exit code; -9 when it hangs.
+    Returns the child's exit code, or -9 if it hangs.
     """
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            what()
+            function()
             import atexit
 
             atexit._run_exitfuncs()
@@ -233,11 +236,11 @@ def in_a_child(what: Callable[[], None], limit: float = 20) -> int:
     return -signal.SIGKILL
 
 
-def leave_here() -> None:
+def destroy_group() -> None:
     dist.destroy_process_group()
 
 
-def call_here() -> None:
+def check_calls_raise() -> None:
     calls: list[Callable[[], Any]] = [
         lambda: dist.all_reduce(torch.ones(1000)),
         lambda: dist.all_reduce(torch.ones(1000), async_op=True),
@@ -253,10 +256,10 @@ def call_here() -> None:
         else:
             raise AssertionError("no error")
     backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-    backend.abort()  # which is its own affair
+    backend.abort()  # affects only the child
 
 
-def group_of_its_own() -> None:
+def create_own_group() -> None:
     dist.destroy_process_group()
     os.environ.pop("FSCCL_CLUSTERS", None)
     dist.init_process_group("fsccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -269,23 +272,25 @@ def do_nothing() -> None:
     pass
 
 
-IN_CHILDREN = (leave_here, call_here, group_of_its_own, do_nothing)
+IN_CHILDREN = (destroy_group, check_calls_raise, create_own_group, do_nothing)
 
 
-def forks() -> None:
-    """Children of a rank that has been asynchronous, with an operation in flight and without."""
+def check_forks() -> None:
+    """Check children of a rank that has used asynchronous operations, with and without one in
+    flight.
+    """
     me = dist.get_rank()
     warm = dist.all_reduce(torch.ones(10), async_op=True)
     assert warm is not None
     warm.wait()
-    for what in IN_CHILDREN:
+    for function in IN_CHILDREN:
         x = torch.ones(100_000)
         work = None
         if me == 0:
-            work = dist.all_reduce(x, async_op=True)  # which the others have yet to call
-            code = in_a_child(what)
-            assert code == 0, f"{what.__name__}: {code}"
-        dist.new_group([0])  # by the store: the others go on when rank 0 does
+            work = dist.all_reduce(x, async_op=True)  # not called by other ranks yet
+            code = run_in_child(function)
+            assert code == 0, f"{function.__name__}: {code}"
+        dist.new_group([0])  # synchronizes through the store: other ranks continue when rank 0 does
         if work is None:
             work = dist.all_reduce(x, async_op=True)
         assert work is not None
@@ -294,8 +299,8 @@ def forks() -> None:
     dist.barrier()
 
 
-def fork_a_sleeper(seconds: float) -> int:
-    """As a loader of data: it has copies of all that the rank has open, and outlives it."""
+def fork_sleeping_child(seconds: float) -> int:
+    """Fork a child like a data loader. It has copies of the rank's descriptors and outlives it."""
     child = os.fork()
     if child == 0:
         time.sleep(seconds)
@@ -303,8 +308,8 @@ def fork_a_sleeper(seconds: float) -> int:
     return child
 
 
-def meet_in_messages() -> None:
-    """Every pair has talked."""
+def exchange_messages() -> None:
+    """Exchange messages between all pairs of ranks."""
     n, me = dist.get_world_size(), dist.get_rank()
     works = [dist.isend(torch.ones(1), p) for p in range(n) if p != me]
     for p in range(n):
@@ -315,16 +320,16 @@ def meet_in_messages() -> None:
         work.wait()
 
 
-def in_order(*tensors: torch.Tensor) -> None:
+def all_reduce_in_order(*tensors: torch.Tensor) -> None:
     for t in tensors:
         dist.all_reduce(t)
 
 
-def gather_here() -> None:
+def gather_to_first_rank() -> None:
     dist.gather(torch.ones(1), [torch.ones(1) for _ in range(dist.get_world_size())], 0)
 
 
-# What rank 0 calls, and what rank 1 does.
+# Calls of rank 0 and of rank 1.
 MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "size": (lambda: dist.all_reduce(torch.ones(3000)), lambda: dist.all_reduce(torch.ones(6000))),
     "nothing": (lambda: dist.all_reduce(torch.ones(0)), lambda: dist.all_reduce(torch.ones(3000))),
@@ -345,67 +350,72 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: dist.broadcast(torch.ones(3000), 0),
     ),
     "order": (
-        lambda: in_order(torch.ones(10), torch.ones(3000)),
-        lambda: in_order(torch.ones(3000), torch.ones(10)),
+        lambda: all_reduce_in_order(torch.ones(10), torch.ones(3000)),
+        lambda: all_reduce_in_order(torch.ones(3000), torch.ones(10)),
     ),
     "barrier": (lambda: dist.all_reduce(torch.ones(3000)), dist.barrier),
-    "gather": (gather_here, lambda: dist.all_to_all_single(torch.ones(2), torch.ones(2))),
+    "gather": (gather_to_first_rank, lambda: dist.all_to_all_single(torch.ones(2), torch.ones(2))),
 }
 
 
-def mismatch(kind: str) -> None:
-    """Ranks 0 and 1 call what does not fit together."""
+def call_mismatched(kind: str) -> None:
+    """Call operations that do not match on ranks 0 and 1."""
     dist.barrier()
     MISMATCHES[kind][dist.get_rank()]()
-    for _ in range(2):  # who had all it needed learns of it here, or by the next
+    for _ in range(2):  # a rank that completed its operation gets the error in one of these
         dist.barrier()
 
 
-def sparse_sums() -> None:
-    """As gloo does: indices that ranks share are summed, others are kept; ranks may have none."""
+def check_sparse_all_reduce() -> None:
+    """Check sparse all_reduce, like gloo's: common indices are summed, others copied.
+
+    Ranks may have no elements.
+    """
     n, me = dist.get_world_size(), dist.get_rank()
     for kind in (torch.float32, torch.int64, torch.bfloat16):
         rows = torch.tensor([[0, me + 1]])
         values = torch.tensor([[1, 2], [3, 4]], dtype=kind)
-        given = torch.sparse_coo_tensor(rows, values, (n + 2, 2), check_invariants=True)
+        sparse = torch.sparse_coo_tensor(rows, values, (n + 2, 2), check_invariants=True)
         dense = torch.zeros(n + 2, 2, dtype=kind)
         dense[0] = torch.tensor([n, 2 * n], dtype=kind)
         dense[1 : n + 1] = torch.tensor([3, 4], dtype=kind)
-        dist.all_reduce(given)
-        assert given.is_sparse
-        assert given.is_coalesced()
-        assert torch.equal(given.to_dense(), dense)
-    none = torch.zeros(1, 0, dtype=torch.int64)
-    few = torch.sparse_coo_tensor(none, torch.zeros(0), (5,), check_invariants=True)
+        dist.all_reduce(sparse)
+        assert sparse.is_sparse
+        assert sparse.is_coalesced()
+        assert torch.equal(sparse.to_dense(), dense)
+    no_indices = torch.zeros(1, 0, dtype=torch.int64)
+    small = torch.sparse_coo_tensor(no_indices, torch.zeros(0), (5,), check_invariants=True)
     if me == n - 1:
-        twice = torch.tensor([[1, 1]])
-        few = torch.sparse_coo_tensor(twice, torch.tensor([2.0, 3.0]), (5,), check_invariants=True)
-    dist.all_reduce(few)
-    assert few.to_dense().tolist() == [0, 5, 0, 0, 0]
+        repeated_indices = torch.tensor([[1, 1]])
+        small = torch.sparse_coo_tensor(
+            repeated_indices, torch.tensor([2.0, 3.0]), (5,), check_invariants=True
+        )
+    dist.all_reduce(small)
+    assert small.to_dense().tolist() == [0, 5, 0, 0, 0]
 
 
-def sparse_gradients(steps: int) -> None:
-    """DDP with an embedding whose gradient is sparse, beside one process that sees all."""
+def train_with_sparse_gradients(steps: int) -> None:
+    """Train an embedding with sparse gradients by DDP and compare it with a single process."""
     from torch.nn.parallel import DistributedDataParallel
 
     n, me = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
-    alone = torch.nn.Embedding(20, 4, sparse=True)
+    reference = torch.nn.Embedding(20, 4, sparse=True)
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Embedding(20, 4, sparse=True))
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (alone, model)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (reference, model)]
     for step in range(steps):
         ids = torch.arange(3 * n).reshape(n, 3) * (step + 3) % 20
-        for m, which in ((alone, ids), (model, ids[me : me + 1])):
+        for m, batch in ((reference, ids), (model, ids[me : me + 1])):
             m.zero_grad()
-            m(which).square().sum(-1).mean().backward()
+            m(batch).square().sum(-1).mean().backward()
         for optimizer in optimizers:
             optimizer.step()
-    torch.testing.assert_close(model.module.weight, alone.weight)
+    torch.testing.assert_close(model.module.weight, reference.weight)
 
 
-def wrong_roots() -> list[str]:
-    """A root that is not in the group is refused by the call, not by the wait."""
+def collect_root_errors() -> list[str]:
+    """Return the errors of a root outside the group. The call itself must raise, not the wait."""
     n = dist.get_world_size()
     group: Any = dist.group.WORLD
     backend = group._get_backend(torch.device("cpu"))
@@ -416,36 +426,38 @@ def wrong_roots() -> list[str]:
         "gather": (dist.GatherOptions(), lambda o: backend.gather([], x, o)),
         "scatter": (dist.ScatterOptions(), lambda o: backend.scatter(x, [], o)),
     }
-    said = []
+    errors = []
     for name, (options, call) in calls.items():
         options.rootRank = n + 2
         options.asyncOp = True
         try:
             call(options)
-            said.append(f"{name}: no error")
+            errors.append(f"{name}: no error")
         except ValueError as error:
-            said.append(f"{name}: {error}")
+            errors.append(f"{name}: {error}")
     dist.barrier()
-    return said
+    return errors
 
 
-def gathered_into_others() -> list[str]:
-    """all_gather_coalesced into tensors of another type, or of another size."""
+def collect_gather_errors() -> list[str]:
+    """Return the errors of all_gather_coalesced into tensors of another data type or size."""
     n = dist.get_world_size()
     group: Any = dist.group.WORLD
-    said = []
+    errors = []
     for out in (torch.ones(2, dtype=torch.int32), torch.ones(1, dtype=torch.float64)):
         try:
             group.allgather_coalesced([[out.clone()] for _ in range(n)], [torch.ones(2)]).wait()
-            said.append("no error")
+            errors.append("no error")
         except (ValueError, TypeError) as error:
-            said.append(str(error))
+            errors.append(str(error))
     dist.barrier()
-    return said
+    return errors
 
 
-def unlike_sparse() -> str:
-    """Rank 1 has other sizes; the group is as good as before."""
+def all_reduce_mismatched_sparse() -> str:
+    """Return the error of a sparse all_reduce with another size on rank 1. The group must keep
+    working.
+    """
     size = 6 if dist.get_rank() == 1 else 5
     x = torch.sparse_coo_tensor(
         torch.tensor([[1]]), torch.tensor([1.0]), (size,), check_invariants=True
@@ -458,8 +470,8 @@ def unlike_sparse() -> str:
     return "no error"
 
 
-def many_unexpected(count: int) -> None:
-    """Rank 0 sends to each of the others what they call for when all has come, last tag first."""
+def receive_unexpected_messages(count: int) -> None:
+    """Receive many messages that arrived before their receives were called, last tag first."""
     n, me = dist.get_world_size(), dist.get_rank()
     if me == 0:
         works = [
@@ -480,8 +492,8 @@ def many_unexpected(count: int) -> None:
     dist.barrier()
 
 
-def wait_for_all(op: str) -> None:
-    """What needs every rank."""
+def wait_for_all_ranks(op: str) -> None:
+    """Run an operation that waits for every rank."""
     n = dist.get_world_size()
     if op == "all_reduce":
         dist.all_reduce(torch.ones(100))
@@ -493,5 +505,5 @@ def wait_for_all(op: str) -> None:
         raise ValueError(op)
 
 
-def nap(seconds: float) -> None:
+def sleep_for(seconds: float) -> None:
     time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""What ranks do in tests of torch's features that lie beyond single collectives."""
+"""Cases that ranks run in tests of torch's features beyond single collectives."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def small_model() -> torch.nn.Module:
+def make_model() -> torch.nn.Module:
     torch.manual_seed(0)
     layers = [torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)]
     return torch.nn.Sequential(*layers)
 
 
-def batch(rank: int, step: int) -> Tensor:
+def make_batch(rank: int, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + rank)
     drawn = torch.randn(8, 16, generator=generator, device="cpu")
     return drawn.to(torch.get_default_device())
 
 
 def train_alone(steps: int) -> list[Tensor]:
-    """The weights of one process that sees everyone's batches."""
-    model = small_model()
+    """Return the weights of one process that trains on all ranks' batches."""
+    model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
-        whole = torch.cat([batch(r, step) for r in range(dist.get_world_size())])
+        whole = torch.cat([make_batch(r, step) for r in range(dist.get_world_size())])
         model(whole).square().mean().backward()
         optimizer.step()
     return [p.detach() for p in model.parameters()]
@@ -37,14 +37,14 @@ def train_alone(steps: int) -> list[Tensor]:
 def train_ddp(steps: int) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
-    model = DistributedDataParallel(small_model(), bucket_cap_mb=0.001)
+    model = DistributedDataParallel(make_model(), bucket_cap_mb=0.001)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
-        model(batch(dist.get_rank(), step)).square().mean().backward()
+        model(make_batch(dist.get_rank(), step)).square().mean().backward()
         optimizer.step()
-    for found, wanted in zip(model.parameters(), train_alone(steps), strict=True):
-        torch.testing.assert_close(found.detach(), wanted)
+    for parameter, expected in zip(model.parameters(), train_alone(steps), strict=True):
+        torch.testing.assert_close(parameter.detach(), expected)
 
 
 def train_fsdp(steps: int) -> None:
@@ -52,7 +52,7 @@ def train_fsdp(steps: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
-    model = small_model()
+    model = make_model()
     for layer in model:
         if isinstance(layer, torch.nn.Linear):
             fully_shard(layer, mesh=mesh)
@@ -60,10 +60,10 @@ def train_fsdp(steps: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
-        model(batch(dist.get_rank(), step)).square().mean().backward()
+        model(make_batch(dist.get_rank(), step)).square().mean().backward()
         optimizer.step()
-    for found, wanted in zip(model.parameters(), train_alone(steps), strict=True):
-        torch.testing.assert_close(found.full_tensor(), wanted)  # type: ignore[attr-defined]
+    for parameter, expected in zip(model.parameters(), train_alone(steps), strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), expected)  # type: ignore[attr-defined]
 
 
 def dtensors() -> None:
@@ -92,7 +92,7 @@ def functional() -> None:
 
 
 def subgroups() -> None:
-    """Overlapping groups of strided ranks, used in turn."""
+    """Use overlapping groups of strided ranks in turn."""
     n, me = dist.get_world_size(), dist.get_rank()
     lists = [list(range(0, n, 2)), list(range(1, n, 2)), [0, n - 1], list(range(n))]
     groups = [dist.new_group(members) for members in lists]
@@ -109,7 +109,7 @@ def subgroups() -> None:
 
 
 def compiled(backend: str) -> None:
-    """Functional collectives inside ``torch.compile``, without a break of the graph."""
+    """Run functional collectives inside ``torch.compile``, without a graph break."""
     import torch.distributed._functional_collectives as funcol
 
     n, me = dist.get_world_size(), dist.get_rank()
@@ -118,28 +118,31 @@ def compiled(backend: str) -> None:
 
     def step(x: Tensor) -> Tensor:
         total = funcol.all_reduce(x * 2, "sum", group)
-        everyone = funcol.all_gather_tensor(x, 0, group)
-        share = funcol.reduce_scatter_tensor(everyone + 1, "sum", 0, group)
-        turned = funcol.all_to_all_single(everyone, None, None, group)
-        return total + share + turned.view(n, -1).sum(0)
+        all_ranks = funcol.all_gather_tensor(x, 0, group)
+        share = funcol.reduce_scatter_tensor(all_ranks + 1, "sum", 0, group)
+        exchanged = funcol.all_to_all_single(all_ranks, None, None, group)
+        return total + share + exchanged.view(n, -1).sum(0)
 
     x = torch.arange(4.0) + me
     ranks = torch.arange(float(n)).sum()
-    mine = torch.arange(4.0)
-    # everyone[k] is mine + k; its part p on every rank is what all_to_all_single sends to rank p.
-    wanted = 2 * (n * mine + ranks) + n * (x + 1) + n * (mine + me)
+    values = torch.arange(4.0)
+    # all_ranks[k] is values + k; its part p on every rank is what all_to_all_single sends to rank
+    # p.
+    expected = 2 * (n * values + ranks) + n * (x + 1) + n * (values + me)
     torch._dynamo.reset()
     try:
-        found = torch.compile(step, backend=backend, fullgraph=True)(x)
+        result = torch.compile(step, backend=backend, fullgraph=True)(x)
     finally:
         torch._dynamo.reset()
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(step(x), wanted)
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(step(x), expected)
 
 
 def many_groups(count: int) -> None:
-    """Groups as Megatron makes them, each with a first operation; nothing of them stays, and a few
-    threads serve all of them."""
+    """Make groups as Megatron does, each with a first operation.
+
+    Nothing of them must remain, and a few threads serve all of them.
+    """
     n, me = dist.get_world_size(), dist.get_rank()
     lists = [
         [list(range(n))],
@@ -147,44 +150,46 @@ def many_groups(count: int) -> None:
         [list(range(n // 2)), list(range(n // 2, n))],
         [[r] for r in range(n)],
     ]
-    before = open_files()
-    own = []
+    files_before = count_open_files()
+    joined = []
     for i in range(count):
         for members in lists[i % len(lists)]:
             group = dist.new_group(members)
             if me in members:
-                own.append((members, group))
-    for members, group in own:
+                joined.append((members, group))
+    for members, group in joined:
         x = torch.full((1000,), float(me))
         dist.all_reduce(x, group=group)
         assert torch.equal(x, torch.full_like(x, float(sum(members))))
         dist.all_reduce(x, group=group, async_op=True).wait()
         assert torch.equal(x, torch.full_like(x, float(sum(members) * len(members))))
-    names = sorted(own_threads())
+    names = sorted(fsccl_threads())
     assert len(names) <= 8, names
     assert names.count("fsccl-messages") <= 1, names
     assert names.count("fsccl-sends") <= 1, names
-    for _, group in own:
+    for _, group in joined:
         dist.destroy_process_group(group)
-    own.clear()
+    joined.clear()
     group = None
-    assert open_files() <= before, f"{before} open files have become {open_files()}"
+    assert count_open_files() <= files_before, (
+        f"{files_before} open files have become {count_open_files()}"
+    )
 
 
-def own_threads() -> list[str]:
+def fsccl_threads() -> list[str]:
     names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     return [name for name in names if name.startswith("fsccl")]
 
 
-def open_files() -> int:
+def count_open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def split() -> str:
-    """What a program is told that wants to split a group."""
+    """Return the error of a program that splits a group."""
     group = dist.group.WORLD
     assert group is not None
-    group.bound_device_id = torch.device("cpu:0")  # without one, torch itself does not try
+    group.bound_device_id = torch.device("cpu:0")  # without a device torch itself does not try
     try:
         dist.split_group(split_ranks=[[0, 1], [2, 3]])
     except (RuntimeError, ValueError) as error:
@@ -195,11 +200,11 @@ def split() -> str:
 
 
 def monitored(seconds: float, absent: list[int]) -> str:
-    """A monitored barrier which some ranks do not enter."""
+    """Run a monitored barrier that some ranks do not enter."""
     group = dist.group.WORLD
     assert group is not None
     if dist.get_rank() in absent:
         return "absent"
-    # dist.monitored_barrier admits gloo alone.
+    # dist.monitored_barrier allows only gloo.
     group.monitored_barrier(datetime.timedelta(seconds=seconds), wait_all_ranks=True)
     return "passed"

@@ -1,4 +1,4 @@
-"""Clusters by native library: unlike libraries in one group, works and groups, faults."""
+"""Device engine: groups of heterogeneous ranks, works and groups, faults."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
-TIMEOUT = 3.0  # seconds, of operations
+TIMEOUT = 3.0  # seconds; of operations
 SLACK = 20.0  # for a busy machine; a hang is far longer
 SMALL = {"FSCCL_PIPE_BYTES": "65536", "FSCCL_TINY_BYTES": "1024"}
 GLOO = {"FSCCL_NATIVE": "gloo", **SMALL}
 
 
 def join(pool: Any, environments: Sequence[Mapping[str, str]], timeout: float = 30) -> range:
-    """A job whose ranks have environments of their own."""
+    """Make a job whose ranks have different environments."""
     pool.joined = getattr(pool, "joined", 0) + 1
-    pool.free(len(environments))
+    pool.replace_busy(len(environments))
     for i, environment in enumerate(environments):
-        pool[i].ask(
+        pool[i].start_case(
             "join",
             rank=i,
             size=len(environments),
@@ -34,29 +34,33 @@ def join(pool: Any, environments: Sequence[Mapping[str, str]], timeout: float = 
             environment={"FSCCL_SOCKET_IFNAME": "lo", **environment},
         )
     members = range(len(environments))
-    pool.answers(members)
+    pool.wait_for_results(members)
     return members
 
 
-def say(pool: Any, members: Sequence[int], limit: float = TIMEOUT + SLACK) -> dict[int, str]:
-    replies = pool.replies(members, limit)
+def collect_errors(
+    pool: Any, members: Sequence[int], limit: float = TIMEOUT + SLACK
+) -> dict[int, str]:
+    replies = pool.wait_for_replies(members, limit)
     for i, reply in replies.items():
         assert "error" in reply, f"rank {i} got {reply}"
     return {i: reply["error"] for i, reply in replies.items()}
 
 
-UNLIKE = {
+HETEROGENEOUS = {
     "libraries": [GLOO, SMALL, GLOO, SMALL, SMALL],
     "one-of-a-kind": [SMALL, SMALL, GLOO],
     "reach": [{**GLOO, "FSCCL_REACH": name} for name in ("a", "b", "a", "b")],
 }
 
 
-@pytest.mark.parametrize("kind", list(UNLIKE))
-def test_unlike_ranks_form_clusters_in_one_group(ranks: Any, kind: str) -> None:
-    """Ranks of a cluster need not follow each other; plain ranks take part as a cluster."""
-    members = join(ranks, UNLIKE[kind])
-    assert set(ranks.call(members, "paths")) == {"engine"}
+@pytest.mark.parametrize("kind", list(HETEROGENEOUS))
+def test_heterogeneous_ranks_form_clusters(ranks: Any, kind: str) -> None:
+    """Ranks of a cluster need not be consecutive; ranks without a native library are a cluster,
+    too.
+    """
+    members = join(ranks, HETEROGENEOUS[kind])
+    assert set(ranks.call(members, "get_path")) == {"engine"}
     base = {"red": "sum", "seed": 3, "strided": False}
     ops = ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter", "all_to_all"]
     cases = [
@@ -64,33 +68,37 @@ def test_unlike_ranks_form_clusters_in_one_group(ranks: Any, kind: str) -> None:
         for op in ops
         for count in (7, 30_011)
     ]
-    ranks.call(members, "check_many", cases=cases)
-    ranks.call(members, "rounding_is_alike", count=20_001)
+    ranks.call(members, "check_operations", cases=cases)
+    ranks.call(members, "check_identical_rounding", count=20_001)
     ranks.leave(members)
 
 
 @pytest.mark.parametrize("shape", ["2,2", "4"])
-def test_all_that_torch_does_with_groups(ranks: Any, shape: str) -> None:
+def test_features_on_groups(ranks: Any, shape: str) -> None:
     members = join(ranks, [{**GLOO, "FSCCL_CLUSTERS": shape}] * 4)
-    for name in ("asynchronous", "subgroups", "two_groups_crossed", "coalesced", "objects"):
+    for name in (
+        "check_asynchronous",
+        "subgroups",
+        "check_crossed_groups",
+        "check_coalesced",
+        "check_objects",
+    ):
         ranks.call(members, name)
-    ranks.call(members, "messages", count=20_000)
-    for name in ("messages_alike", "coalesced_alike"):
+    ranks.call(members, "check_messages", count=20_000)
+    for name in ("check_messages_of_all_pairs", "check_coalesced_all_reduces"):
         ranks.call(members, name, count=20_000)
     ranks.call(members, "train_ddp", steps=2)
-    for said in ranks.call(members, "refused"):
-        assert "reduction max of uint64 is not done on devices" in said
+    for error in ranks.call(members, "run_unsupported_reduction"):
+        assert "reduction max of uint64 is not done on devices" in error
     ranks.leave(members)
 
 
 @pytest.mark.parametrize("op", ["gather", "scatter", "all_to_all"])
 @pytest.mark.parametrize("shape", ["2,2", "4"])
-def test_an_operation_that_brings_some_ranks_nothing_comes_first(
-    ranks: Any, shape: str, op: str
-) -> None:
+def test_first_operation_without_data_for_some_ranks(ranks: Any, shape: str, op: str) -> None:
     members = join(ranks, [{**GLOO, "FSCCL_CLUSTERS": shape}] * 4)
     case = {"op": op, "dtype": "float32", "count": 100, "red": "sum", "root": 1, "seed": 1}
-    ranks.call(members, "check_many", cases=[{**case, "strided": False}])
+    ranks.call(members, "check_operations", cases=[{**case, "strided": False}])
     ranks.leave(members)
 
 
@@ -98,28 +106,26 @@ def test_an_operation_that_brings_some_ranks_nothing_comes_first(
 @pytest.mark.parametrize("op", ["all_reduce", "broadcast", "all_to_all"])
 def test_a_killed_rank_is_named(ranks: Any, op: str, shared: str) -> None:
     members = join(ranks, [{**GLOO, "FSCCL_CLUSTERS": "2,2", "FSCCL_SHM": shared}] * 4)
-    ranks.call(members, "call", op="all_reduce")
+    ranks.call(members, "run_operation", op="all_reduce")
     for i in range(3):
-        ranks[i].ask("call", op=op, repeat=1_000_000)
+        ranks[i].start_case("run_operation", op=op, repeat=1_000_000)
     ranks.kill(3)
-    for i, error in say(ranks, [0, 1, 2], SLACK).items():
+    for i, error in collect_errors(ranks, [0, 1, 2], SLACK).items():
         named = "rank 3" in error or (shared == "0" and "cluster of ranks 2, 3" in error)
         assert named, f"rank {i}: {error}"
     ranks.leave([0, 1, 2])
 
 
 @pytest.mark.parametrize(("shape", "native"), [("2,2", "gloo"), ("2,2", "fsccl"), ("4", "gloo")])
-def test_who_waits_in_the_native_library_hears_of_a_failure_elsewhere(
-    ranks: Any, shape: str, native: str
-) -> None:
+def test_failure_ends_waits_in_the_native_library(ranks: Any, shape: str, native: str) -> None:
     """Rank 1 waits there for rank 0, to which nothing else connects it, and never for rank 3."""
-    own = {**SMALL, "FSCCL_NATIVE": native, "FSCCL_CLUSTERS": shape, "FSCCL_SHM": "0"}
-    members = join(ranks, [own] * 4)
-    ranks.call(members, "call", op="all_reduce")
+    environment = {**SMALL, "FSCCL_NATIVE": native, "FSCCL_CLUSTERS": shape, "FSCCL_SHM": "0"}
+    members = join(ranks, [environment] * 4)
+    ranks.call(members, "run_operation", op="all_reduce")
     ranks.kill(3)
     for i in range(3):
-        ranks[i].ask("call", op="broadcast", repeat=2)
-    for i, error in say(ranks, [0, 1, 2], SLACK).items():
+        ranks[i].start_case("run_operation", op="broadcast", repeat=2)
+    for i, error in collect_errors(ranks, [0, 1, 2], SLACK).items():
         named = "rank 3" in error or "cluster of rank" in error
         assert named, f"rank {i}: {error}"
     ranks.leave([0, 1, 2])
@@ -127,12 +133,12 @@ def test_who_waits_in_the_native_library_hears_of_a_failure_elsewhere(
 
 def test_a_stopped_rank_is_named(ranks: Any) -> None:
     members = join(ranks, [{**GLOO, "FSCCL_CLUSTERS": "2,2"}] * 4, TIMEOUT)
-    ranks.call(members, "call", op="all_reduce")
+    ranks.call(members, "run_operation", op="all_reduce")
     os.kill(ranks[3].pid, signal.SIGSTOP)
     try:
         for i in range(3):
-            ranks[i].ask("call", op="all_reduce")
-        for i, error in say(ranks, [0, 1, 2]).items():
+            ranks[i].start_case("run_operation", op="all_reduce")
+        for i, error in collect_errors(ranks, [0, 1, 2]).items():
             assert "rank 3" in error, f"rank {i}: {error}"
             assert "did not come within 3 s" in error, f"rank {i}: {error}"
     finally:
@@ -142,28 +148,28 @@ def test_a_stopped_rank_is_named(ranks: Any) -> None:
 
 @pytest.mark.parametrize("before", ["barrier", "all_reduce"], ids=["pipes", "tensors"])
 def test_a_rank_without_memory_is_named(ranks: Any, before: str) -> None:
-    """For what crosses, or, once that is there, for torch's tensors: others need not wait long.
+    """A rank lacks memory for pipes, or, once there are pipes, for tensors: others fail soon, too.
 
-    In a new process: what an older one has freed would do for the operation.
+    In a new process, because memory that an older one has freed would suffice for the operation.
     """
     ranks.kill(1)
     members = join(ranks, [{**GLOO, "FSCCL_CLUSTERS": "1,1", "FSCCL_PIPE_BYTES": "67108864"}] * 2)
-    ranks.call(members, "call", op=before, count=10_000)
+    ranks.call(members, "run_operation", op=before, count=10_000)
     count = 32 << 20
-    ranks[0].ask("call", op="all_reduce", count=count)
-    ranks[1].ask("call_without_memory", count=count)
-    said = ranks.answers([1], SLACK)[0]
-    assert "rank 1" in said
-    assert "alloc" in said  # "cannot allocate", "can't allocate"
-    assert "rank 1" in say(ranks, [0], SLACK)[0]
+    ranks[0].start_case("run_operation", op="all_reduce", count=count)
+    ranks[1].start_case("all_reduce_without_memory", count=count)
+    error = ranks.wait_for_results([1], SLACK)[0]
+    assert "rank 1" in error
+    assert "alloc" in error  # "cannot allocate", "can't allocate"
+    assert "rank 1" in collect_errors(ranks, [0], SLACK)[0]
     ranks.leave(members)
 
 
 def test_different_operations_are_named(ranks: Any) -> None:
     members = join(ranks, [{**GLOO, "FSCCL_CLUSTERS": "1,1"}] * 2)
-    ranks[0].ask("call", op="all_reduce", count=1000)
-    ranks[1].ask("call", op="all_reduce", count=1001)
-    for error in say(ranks, members).values():
+    ranks[0].start_case("run_operation", op="all_reduce", count=1000)
+    ranks[1].start_case("run_operation", op="all_reduce", count=1001)
+    for error in collect_errors(ranks, members).values():
         assert "all_reduce #1 of 4000 bytes of float32, sum" in error
         assert "all_reduce #1 of 4004 bytes" in error
     ranks.leave(members)
@@ -177,39 +183,39 @@ BOTH_WAITS = {
 
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("waits", list(BOTH_WAITS))
-def test_a_failure_is_told_to_who_has_gone_on(ranks: Any, waits: str, at: int) -> None:
+def test_failure_reaches_a_rank_in_its_next_operation(ranks: Any, waits: str, at: int) -> None:
     """The engine fails before the core's first collective, for which the other rank waits."""
     members = join(ranks, [{**GLOO, **more} for more in BOTH_WAITS[waits]])
-    ranks.call(members, "call", op="all_reduce")
+    ranks.call(members, "run_operation", op="all_reduce")
     case = {"kind": "gather", "sent": 1, "expected": 9, "at": at}
-    ranks[1 - at].ask("unequal_self", **case)
+    ranks[1 - at].start_case("send_self_mismatched", **case)
     time.sleep(0.3)  # it has sent its part
-    ranks[at].ask("unequal_self", **case)
-    for error in say(ranks, members, SLACK).values():
+    ranks[at].start_case("send_self_mismatched", **case)
+    for error in collect_errors(ranks, members, SLACK).values():
         assert re.search(rf"rank {at} .*sends itself 4 bytes and expects 36", error), error
     ranks.leave(members)
 
 
-def test_other_sizes_of_pipes_are_refused(ranks: Any) -> None:
+def test_different_pipe_sizes_are_rejected(ranks: Any) -> None:
     environments = [{**GLOO, "FSCCL_PIPE_BYTES": size} for size in ("65536", "131072")]
     members = join(ranks, environments)
     for i in members:
-        ranks[i].ask("call", op="all_reduce")
-    for error in say(ranks, members).values():
+        ranks[i].start_case("run_operation", op="all_reduce")
+    for error in collect_errors(ranks, members).values():
         assert "FSCCL_PIPE_BYTES=131072" in error
         assert "set the same values everywhere" in error
     ranks.leave(members)
 
 
-def test_an_aborted_group_ends_who_waits_in_the_native_library(ranks: Any) -> None:
+def test_abort_ends_waits_in_the_native_library(ranks: Any) -> None:
     members = join(ranks, [{**GLOO, "FSCCL_CLUSTERS": "2,1"}] * 3)
-    ranks.call(members, "call", op="all_reduce")
-    ranks[0].ask("abort_while_waiting_for", op="all_reduce")
-    assert "the program aborted the group" in ranks.answers([0], SLACK)[0]
+    ranks.call(members, "run_operation", op="all_reduce")
+    ranks[0].start_case("abort_while_waiting_for", op="all_reduce")
+    assert "the program aborted the group" in ranks.wait_for_results([0], SLACK)[0]
     ranks.leave(members)
 
 
-BETWEEN = "exchange between clusters, reduce-scatter and all-gather inside"
+BETWEEN = "exchange between nodes, reduce-scatter and all-gather inside"
 OVER = "reduce-scatter inside, exchange, all-gather inside, pipelined"
 
 
@@ -226,17 +232,15 @@ OVER = "reduce-scatter inside, exchange, all-gather inside, pipelined"
         ),
         pytest.param(
             {"FSCCL_NATIVE": "gloo", "FSCCL_CLUSTERS": "1,1"},
-            "everyone's part on the board",
+            "through the control block",
             OVER,
             id="native-libraries",
         ),
     ],
 )
-def test_a_group_tells_its_last_algorithm(
-    ranks: Any, environment: dict[str, str], small: str, large: str
-) -> None:
+def test_last_algorithm(ranks: Any, environment: dict[str, str], small: str, large: str) -> None:
     members = join(ranks, [environment] * 2)
-    for before, first, second, barrier in ranks.call(members, "algorithms"):
+    for before, first, second, barrier in ranks.call(members, "list_algorithms"):
         assert (before, first, second) == ("none yet", small, large)
         assert barrier.startswith("shared memory")
     ranks.leave(members)

@@ -1,5 +1,7 @@
-"""Clusters by native library: the engine of devices, with gloo or fsccl's shared memory inside
-clusters and host memory as the devices', on real processes against a float64 reference."""
+"""Operations of the device engine on ranks of the host, compared with a float64 reference.
+
+Clusters use gloo or fsccl's shared memory, and the devices' memory is that of the host.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ FLOATS = ["float32", "float64", "bfloat16", "float16"]
 INTEGERS = ["uint8", "int8", "int16", "int32", "int64"]
 ARITHMETIC = ["sum", "avg", "min", "max", "product", "premul"]
 BITWISE = ["band", "bor", "bxor"]
-# Small, so that sizes of every test take tiny, single and many steps, and every slot is used again.
+# Small, so that the sizes of every test take tiny, single and many steps, and reuse every slot.
 SMALL = {"FSCCL_PIPE_BYTES": "16384", "FSCCL_TINY_BYTES": "2048"}
 
 JOBS: dict[str, tuple[str, dict[str, str]]] = {
@@ -50,11 +52,11 @@ def job(request: pytest.FixtureRequest, ranks: Any) -> Iterator[Check]:
     ranks.join(len(members), FSCCL_CLUSTERS=shape, **SMALL, **variables)
 
     def call(name: str, **arguments: Any) -> list[Any]:
-        found: list[Any] = ranks.call(members, name, **arguments)
-        return found
+        results: list[Any] = ranks.call(members, name, **arguments)
+        return results
 
     expected = "fsccl" if request.param == "fsccl-4" else "engine"
-    assert set(call("paths")) == {expected}
+    assert set(call("get_path")) == {expected}
     yield call
     ranks.leave(members)
 
@@ -67,7 +69,7 @@ def test_every_type_and_reduction(job: Check) -> None:
         *itertools.product(["complex64", "complex128"], ["sum", "avg"]),
     ]
     job(
-        "check_many",
+        "check_operations",
         cases=[
             case(op, dtype, 2053, red)
             for i, (dtype, red) in enumerate(combinations)
@@ -77,30 +79,32 @@ def test_every_type_and_reduction(job: Check) -> None:
 
 
 def test_every_operation_and_size(job: Check) -> None:
-    """From nothing, over the edges of tiny parts and slots, to many chunks."""
+    """Sizes from zero, over the limits of tiny parts and slots, to many chunks."""
     sizes = [0, 1, 17, 511, 513, 4096, 4099, 50_021]
-    job("check_many", cases=[case(op, "float32", n, root=n % 3) for op in OPS for n in sizes])
+    job("check_operations", cases=[case(op, "float32", n, root=n % 3) for op in OPS for n in sizes])
 
 
 def test_moving_types_and_strides(job: Check) -> None:
     moving = [op for op in OPS if op not in REDUCING]
     kinds = ["complex64", "uint16", "bool"]
     cases = [case(op, kind, 1000) for op in moving for kind in kinds]
-    job("check_many", cases=cases + [case(op, "float32", 5003, strided=True) for op in OPS])
+    job("check_operations", cases=cases + [case(op, "float32", 5003, strided=True) for op in OPS])
 
 
-@pytest.mark.parametrize("name", ["nan_wins", "rounding_is_alike", "unsigned"])
+@pytest.mark.parametrize(
+    "name", ["check_nan_propagation", "check_identical_rounding", "check_unsigned_types"]
+)
 @pytest.mark.parametrize("count", [65, 20_001], ids=["tiny", "chunks"])
 def test_bits(job: Check, name: str, count: int) -> None:
     job(name, count=count)
 
 
 def test_works_and_futures(job: Check) -> None:
-    job("many_in_flight", count=30_011)
+    job("check_many_in_flight", count=30_011)
 
 
-def test_anything(job: Check) -> None:
-    """Random operations in a row; the example is the same on all ranks."""
+def test_random_operations(job: Check) -> None:
+    """Random operations in a row; all ranks get the same example."""
 
     @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(
@@ -119,7 +123,7 @@ def test_anything(job: Check) -> None:
             max_size=6,
         )
     )
-    def runs(cases: list[dict[str, Any]]) -> None:
-        job("check_many", cases=cases)
+    def run_cases(cases: list[dict[str, Any]]) -> None:
+        job("check_operations", cases=cases)
 
-    runs()
+    run_cases()

@@ -1,4 +1,4 @@
-"""Collectives in compiled functions; two ranks, because each of them runs the compiler."""
+"""Tests of collectives in compiled functions; two ranks, because each runs the compiler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
 
 @pytest.mark.skipif(" " in sys.prefix, reason="torch's compiler does not quote paths with a space")
-def test_functional_collectives_are_compiled_in_one_graph(ranks: Any) -> None:
+def test_functional_collectives_compile_to_one_graph(ranks: Any) -> None:
     ranks.join(2)
     ranks.call(range(2), "compiled", backend="inductor", limit=120)
     ranks.leave(range(2))

@@ -1,4 +1,4 @@
-"""Hosts with two networks between them: large messages take both."""
+"""Tests of hosts connected by two networks: large messages use both."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ COUNT = 1 << 22  # 16 MiB of float32
 
 
 @pytest.fixture(scope="module")
-def hosts(built: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostRanks]:
-    """A rank on each of two hosts, which have ``eth0`` and ``fab0``."""
+def hosts(built_extension: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostRanks]:
+    """Ranks on two hosts with the interfaces ``eth0`` and ``fab0``."""
     need_bed()
     with (
         Bed.open(tmp_path_factory.mktemp("bed"), 2, fabric=True) as bed,
-        HostRanks.start(bed, [0, 1], limit=60) as started,
+        HostRanks.start(bed, [0, 1], limit=60) as host_ranks,
     ):
-        yield started
+        yield host_ranks
 
 
-def sent(bed: Bed) -> dict[str, int]:
-    """Bytes that the first host has sent, by interface."""
+def read_sent_bytes(bed: Bed) -> dict[str, int]:
+    """Return the bytes that the first host has sent, by interface."""
     links = json.loads(bed[0].run(["ip", "-json", "-statistics", "link"]).stdout)
-    return {one["ifname"]: one["stats64"]["tx"]["bytes"] for one in links}
+    return {link["ifname"]: link["stats64"]["tx"]["bytes"] for link in links}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def sent(bed: Bed) -> dict[str, int]:
     ],
     ids=["one", "the-other", "both", "both-by-name"],
 )
-def test_what_interfaces_carry(
+def test_traffic_is_shared_between_interfaces(
     hosts: HostRanks,
     request: pytest.FixtureRequest,
     environment: dict[str, str],
@@ -57,9 +57,11 @@ def test_what_interfaces_carry(
 ) -> None:
     hosts.join(request.node.callspec.id, 60, **environment)
     case = {"op": "all_reduce", "dtype": "float32", "red": "sum", "root": 0}
-    before = sent(hosts.bed)
-    hosts.call("check", **case, count=COUNT, seed=1, strided=False)
-    after = sent(hosts.bed)
-    grown = [after[name] - before[name] for name in ("eth0", "fab0")]
-    assert [one / sum(grown) for one in grown] == pytest.approx(shares, abs=0.1)
+    before = read_sent_bytes(hosts.bed)
+    hosts.call("check_operation", **case, count=COUNT, seed=1, strided=False)
+    after = read_sent_bytes(hosts.bed)
+    increments = [after[name] - before[name] for name in ("eth0", "fab0")]
+    assert [increment / sum(increments) for increment in increments] == pytest.approx(
+        shares, abs=0.1
+    )
     hosts.call("leave")

@@ -1,4 +1,4 @@
-"""Two hosts of two ranks each, and what their link can do to them: be slow, or be cut."""
+"""Tests of two hosts with two ranks each over a slow or broken link."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import pytest
 from bed.lab import Bed
 from bed.plugin import need_bed
 from support.fsccl_hosts import FIRST_PORT, HostRanks
-from support.fsccl_ranks import ROOT, replies
+from support.fsccl_ranks import ROOT, wait_for_replies
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
-TIMEOUT = 3.0  # seconds, of operations
-SLACK = 8.0  # for a busy machine; a hang is far longer
+TIMEOUT = 3.0  # timeout of operations in seconds
+SLACK = 8.0  # seconds for a busy machine; a hang takes far longer
 OPS = (
     "all_reduce",
     "reduce",
@@ -34,57 +34,59 @@ OPS = (
 )
 
 
-def test_the_link_is_measured(built: None, tmp_path: Path) -> None:
+def test_slow_link_tool(built_extension: None, tmp_path: Path) -> None:
     need_bed()
     tool, result = ROOT / "tools" / "comm" / "slow_link.py", tmp_path / "result.json"
     options = ["--rate", "300mbit", "--sizes", "256k", "--rounds", "1", "--output", str(result)]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(tool), *options],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert process.returncode == 0, process.stderr[-4000:]
     (row,) = json.loads(result.read_text())["rows"]
     assert row["bytes"] == 1 << 18
     assert min(row["fsccl_ms"], row["gloo_ms"], row["link_ms"]) > 0
 
 
 @dataclass
-class Hosts:
+class TwoHosts:
     """Ranks 0 and 1 on the first host, 2 and 3 on the second."""
 
-    started: HostRanks
-    said: Path
-    jobs: Iterator[int] = field(default_factory=itertools.count)
+    ranks: HostRanks
+    log: Path
+    job_numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def join(self, timeout: float) -> None:
-        """Make all of them a job, over a store that the first rank keeps."""
-        port = FIRST_PORT + next(self.jobs)
+        """Initialize a new job on all ranks. The first rank hosts its store."""
+        port = FIRST_PORT + next(self.job_numbers)
         debug = {"FSCCL_DEBUG": "INFO", "FSCCL_CHUNK_BYTES": "262144"}
-        self.started.join("job", timeout, port, **debug)
+        self.ranks.join("job", timeout, port, **debug)
 
 
 @pytest.fixture(scope="module")
-def hosts(built: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+def hosts(built_extension: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
     need_bed()
-    said = tmp_path_factory.mktemp("links") / "said"
+    log = tmp_path_factory.mktemp("links") / "stderr"
     with (
         Bed.open(tmp_path_factory.mktemp("bed"), 2) as bed,
-        HostRanks.start(bed, [0, 0, 1, 1], limit=60, said=dict.fromkeys(range(4), said)) as started,
+        HostRanks.start(
+            bed, [0, 0, 1, 1], limit=60, stderr_files=dict.fromkeys(range(4), log)
+        ) as host_ranks,
     ):
-        yield Hosts(started, said)
+        yield TwoHosts(host_ranks, log)
 
 
-def test_collectives_over_a_slow_link(hosts: Hosts) -> None:
-    """Chunks in flight while others are summed and gathered: nothing may be lost or mixed up."""
+def test_collectives_over_a_slow_link(hosts: TwoHosts) -> None:
+    """Chunks in flight while others are reduced must not be lost or reordered."""
     hosts.join(60)
-    hosts.started.bed[1].shape("300mbit")
+    hosts.ranks.bed[1].shape("300mbit")
     try:
         for op in OPS:
-            hosts.started.call(
-                "check",
+            hosts.ranks.call(
+                "check_operation",
                 op=op,
                 dtype="float32",
                 count=500_001,
@@ -93,26 +95,28 @@ def test_collectives_over_a_slow_link(hosts: Hosts) -> None:
                 seed=1,
                 strided=False,
             )
-        hosts.started.call("messages", count=100_001)
+        hosts.ranks.call("check_messages", count=100_001)
     finally:
-        hosts.started.bed[1].heal()
-    said = hosts.said.read_text()
-    assert "all_reduce #1 of 2000004 bytes of float32, sum: exchange between clusters" in said
-    assert "2+2 ranks" in said
+        hosts.ranks.bed[1].heal()
+    log = hosts.log.read_text()
+    assert "all_reduce #1 of 2000004 bytes of float32, sum: exchange between nodes" in log
+    assert "2+2 ranks" in log
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "barrier", "swap"])
-def test_a_cut_link_is_told_by_every_rank(op: str, hosts: Hosts) -> None:
+def test_every_rank_reports_a_broken_link(op: str, hosts: TwoHosts) -> None:
     hosts.join(TIMEOUT)
-    hosts.started.call("call", op="all_reduce")
-    hosts.started.ask("call", op=op, repeat=100_000)
+    hosts.ranks.call("run_operation", op="all_reduce")
+    hosts.ranks.start_case("run_operation", op=op, repeat=100_000)
     time.sleep(0.3)
-    hosts.started.bed[1].link("down")
+    hosts.ranks.bed[1].link("down")
     try:
-        found = replies(hosts.started.ranks, TIMEOUT + SLACK)
+        replies = wait_for_replies(hosts.ranks.ranks, TIMEOUT + SLACK)
     finally:
-        hosts.started.bed[1].heal()
-    for i, reply in found.items():
+        hosts.ranks.bed[1].heal()
+    for i, reply in replies.items():
         error = reply.get("error", "no error")
-        others = "23" if i < 2 else "01"
-        assert re.search(rf"rank [{others}] .*did not come within 3 s", error), f"{i}: {error}"
+        remote_ranks = "23" if i < 2 else "01"
+        assert re.search(rf"rank [{remote_ranks}] .*did not come within 3 s", error), (
+            f"{i}: {error}"
+        )

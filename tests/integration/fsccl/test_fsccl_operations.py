@@ -1,4 +1,6 @@
-"""Every collective against a float64 reference, on real processes, over cluster shapes."""
+"""Tests of every collective against a float64 reference, on real processes and several node
+layouts.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from hypothesis import strategies as st
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
-SHAPES = ["4", "2,2", "3,2", "1,2,2", "3,1", "1,1,1,1"]
-PIPELINED = ["4", "1,2,2"]  # by all three operations that have such a schedule, at every size
+LAYOUTS = ["4", "2,2", "3,2", "1,2,2", "3,1", "1,1,1,1"]
+PIPELINED_LAYOUTS = ["4", "1,2,2"]  # layouts for the three operations with pipelined schedules
 OPS = [
     "all_reduce",
     "reduce",
@@ -25,37 +27,39 @@ OPS = [
 ]
 FLOATS = ["float32", "float64", "bfloat16", "float16"]
 INTEGERS = ["uint8", "int8", "int16", "int32", "int64"]
-WIDE_UNSIGNED = ["uint16", "uint32", "uint64"]  # of which torch itself can do little
+WIDE_UNSIGNED = ["uint16", "uint32", "uint64"]  # types for which torch has few operations
 ARITHMETIC = ["sum", "avg", "min", "max", "product", "premul"]
 BITWISE = ["band", "bor", "bxor"]
 WHOLE = ("all_reduce", "reduce", "broadcast", "gather")
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 
 
-def members(shape: str) -> range:
-    return range(sum(int(n) for n in shape.split(",")))
+def members_of(layout: str) -> range:
+    return range(sum(int(n) for n in layout.split(",")))
 
 
 @pytest.fixture(
     scope="module",
-    params=[(s, False) for s in SHAPES] + [(s, True) for s in PIPELINED],
+    params=[(s, False) for s in LAYOUTS] + [(s, True) for s in PIPELINED_LAYOUTS],
     ids=lambda p: p[0].replace(",", "+") + ("-pipelined" if p[1] else ""),
 )
 def job(request: pytest.FixtureRequest, ranks: Any) -> Any:
-    shape, pipelined = request.param
+    layout, pipelined = request.param
     # Small chunks and sends, so that medium sizes take many steps.
-    variables = {"FSCCL_CLUSTERS": shape, "FSCCL_CHUNK_BYTES": "262144"}
+    variables = {"FSCCL_CLUSTERS": layout, "FSCCL_CHUNK_BYTES": "262144"}
     if pipelined:
         variables |= {"FSCCL_PIPELINE_K": "3", "FSCCL_PIPELINE_NELEM": "1000"}
         variables |= {"FSCCL_ONE_SHOT_BYTES": "0"}
-    ranks.join(len(members(shape)), **variables)
-    yield ranks, members(shape)
-    ranks.leave(members(shape))
+    ranks.join(len(members_of(layout)), **variables)
+    yield ranks, members_of(layout)
+    ranks.leave(members_of(layout))
 
 
-def case(op: str, dtype: str, count: int, red: str = "sum", **more: Any) -> dict[str, Any]:
+def make_case(
+    op: str, dtype: str, count: int, red: str = "sum", **overrides: Any
+) -> dict[str, Any]:
     base = {"op": op, "dtype": dtype, "count": count, "red": red, "root": 1, "seed": count}
-    return {**base, "strided": False, **more}
+    return {**base, "strided": False, **overrides}
 
 
 def test_every_type_and_reduction(job: Any) -> None:
@@ -67,52 +71,56 @@ def test_every_type_and_reduction(job: Any) -> None:
         *itertools.product(["bool"], ["sum", "min", "max", "product", *BITWISE]),
         *itertools.product(["complex64", "complex128"], ["sum", "avg"]),
     ]
-    cases = [case(op, dtype, 1031, red) for op in REDUCING for dtype, red in combinations]
-    pool.call(ranks, "check_many", cases=cases)
+    cases = [make_case(op, dtype, 1031, red) for op in REDUCING for dtype, red in combinations]
+    pool.call(ranks, "check_operations", cases=cases)
 
 
 def test_stages_of_reductions(job: Any) -> None:
-    """Sizes that go through all stages over clusters, by what must be done in one of them only."""
+    """Sizes cover all stages across nodes; each reduction has a step that only one stage runs."""
     pool, ranks = job
     kinds = [("bfloat16", "avg"), ("int32", "avg"), ("float32", "premul"), ("float16", "max")]
-    cases = [case("all_reduce", dtype, 200_003, red) for dtype, red in kinds]
-    pool.call(ranks, "check_many", cases=cases)
+    cases = [make_case("all_reduce", dtype, 200_003, red) for dtype, red in kinds]
+    pool.call(ranks, "check_operations", cases=cases)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_size(job: Any, op: str) -> None:
-    """From nothing to several megabytes."""
+    """Sizes range from zero to several megabytes."""
     pool, ranks = job
-    # Five ranks, or buffers of a part for every rank, would mostly test how fast inputs are made.
+    # With five ranks or a part per rank, larger sizes would mostly measure the setup of inputs.
     largest = 1_300_000 if len(ranks) < 5 and op in WHOLE else 150_001
     sizes = [0, 1, 2, 3, 17, 2047, 8193, largest]
-    cases = [case(op, "float32", n, root=n % 3) for n in sizes]
-    pool.call(ranks, "check_many", cases=cases)
+    cases = [make_case(op, "float32", n, root=n % 3) for n in sizes]
+    pool.call(ranks, "check_operations", cases=cases)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "uint16", "complex64", "bool"])
-def test_types_that_only_move(job: Any, dtype: str) -> None:
+def test_types_without_reductions(job: Any, dtype: str) -> None:
     pool, ranks = job
     moving = [op for op in OPS if op not in REDUCING]
     if dtype == "float8_e4m3fn":
-        dtype = "uint8"  # comparing float8 is not possible; the bytes are what moves
-    pool.call(ranks, "check_many", cases=[case(op, dtype, 1000) for op in moving])
+        dtype = "uint8"  # float8 tensors cannot be compared, and only their bytes are moved
+    pool.call(ranks, "check_operations", cases=[make_case(op, dtype, 1000) for op in moving])
 
 
 def test_strided_tensors(job: Any) -> None:
     pool, ranks = job
-    pool.call(ranks, "check_many", cases=[case(op, "float32", 5003, strided=True) for op in OPS])
+    pool.call(
+        ranks,
+        "check_operations",
+        cases=[make_case(op, "float32", 5003, strided=True) for op in OPS],
+    )
 
 
-def test_anything(job: Any) -> None:
-    """Random operations in a row; the example is the same on all ranks."""
+def test_random_operations(job: Any) -> None:
+    """All ranks run the same random sequence of operations."""
     pool, ranks = job
 
     @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(
         st.lists(
             st.builds(
-                case,
+                make_case,
                 st.sampled_from(OPS),
                 st.sampled_from(FLOATS + INTEGERS),
                 st.one_of(st.integers(0, 40), st.integers(0, 70_000)),
@@ -125,7 +133,7 @@ def test_anything(job: Any) -> None:
             max_size=6,
         )
     )
-    def runs(cases: list[dict[str, Any]]) -> None:
-        pool.call(ranks, "check_many", cases=cases)
+    def run_cases(cases: list[dict[str, Any]]) -> None:
+        pool.call(ranks, "check_operations", cases=cases)
 
-    runs()
+    run_cases()

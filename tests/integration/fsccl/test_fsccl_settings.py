@@ -1,4 +1,4 @@
-"""What a run may set: what is refused, by which words, and what all ranks must have alike."""
+"""Tests of fsccl's settings: invalid values and values that differ between ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from support.fsccl_ranks import SLACK, survivors_say
+from support.fsccl_ranks import SLACK, wait_for_errors
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
@@ -20,53 +20,55 @@ def pool(ranks: Any) -> Any:
     ("name", "values"),
     [("FSCCL_CHUNK_BYTES", ["65536", "131072"]), ("FSCCL_ALGO", ["auto", "ring"])],
 )
-def test_ranks_with_different_settings_are_refused(pool: Any, name: str, values: list[str]) -> None:
+def test_settings_that_differ_between_ranks_are_rejected(
+    pool: Any, name: str, values: list[str]
+) -> None:
     for i in range(2):
         variables = {name: values[i]}
-        pool[i].ask(
+        pool[i].start_case(
             "join",
             rank=i,
             size=2,
             port=pool.port,
-            key=f"unlike {name}",
+            key=f"different {name}",
             timeout=5,
             environment=variables,
         )
-    pool.answers([0, 1])
+    pool.wait_for_results([0, 1])
     for i in range(2):
-        pool[i].ask("call", op="barrier")
-    for error in survivors_say(pool, [0, 1], SLACK).values():
+        pool[i].start_case("run_operation", op="barrier")
+    for error in wait_for_errors(pool, [0, 1], SLACK).values():
         assert f"{name}={values[0]} " in error
         assert f"{name}={values[1]} " in error
         assert "set the same values everywhere" in error
     pool.leave([0, 1])
 
 
-def test_an_algorithm_is_named_for_a_group(pool: Any) -> None:
+def test_algorithm_of_a_group_overrides_the_variable(pool: Any) -> None:
     pool.join(4, FSCCL_CLUSTERS="1,1,1,1", FSCCL_ALGO="tree")
     size = 2 << 20
-    for me, said in enumerate(pool.call(range(4), "named_algorithms", count=size // 2)):
-        ring, tree, transpose, of_all = map(tuple, said)
+    for me, algorithms in enumerate(pool.call(range(4), "run_named_algorithms", count=size // 2)):
+        ring, tree, transpose, default = map(tuple, algorithms)
         assert ring == ("ring", {str((me + 1) % 4): size * 3 // 2})
         assert transpose == ("transpose", {str(peer): size // 2 for peer in range(4) if peer != me})
-        assert tree == of_all
+        assert tree == default
         assert tree[0] == "tree"
     pool.leave(range(4))
 
 
-def test_a_run_may_have_a_secret_which_all_ranks_know(pool: Any) -> None:
+def test_ranks_need_the_same_secret(pool: Any) -> None:
     pool.join(3, FSCCL_CLUSTERS="1,2", FSCCL_SECRET="0123456789abcdef" * 2)
-    pool.call(range(3), "call", op="all_reduce")
+    pool.call(range(3), "run_operation", op="all_reduce")
     pool.leave(range(3))
     for i in range(2):
         secret = {"FSCCL_SECRET": f"{i}" * 32, "FSCCL_CLUSTERS": "1,1"}
-        pool[i].ask(
+        pool[i].start_case(
             "join", rank=i, size=2, port=pool.port, key="secrets", timeout=5, environment=secret
         )
-    pool.answers([0, 1])
+    pool.wait_for_results([0, 1])
     for i in range(2):
-        pool[i].ask("call", op="barrier")
-    for error in survivors_say(pool, [0, 1], SLACK).values():
+        pool[i].start_case("run_operation", op="barrier")
+    for error in wait_for_errors(pool, [0, 1], SLACK).values():
         assert error.count("FSCCL_SECRET=[") == 2
         assert "set the same values everywhere" in error
         assert not {"0" * 32, "1" * 32} & set(re.findall("[0-9a-f]{32}", error))
@@ -98,21 +100,25 @@ def test_a_run_may_have_a_secret_which_all_ranks_know(pool: Any) -> None:
     ],
     ids=lambda v: "=".join(next(iter(v.items()))) if isinstance(v, dict) else None,
 )
-def test_a_wrong_variable_is_refused(pool: Any, variables: dict[str, str], expected: str) -> None:
-    pool[0].ask(
+def test_invalid_variables_are_rejected(
+    pool: Any, variables: dict[str, str], expected: str
+) -> None:
+    pool[0].start_case(
         "join", rank=0, size=2, port=pool.port, key="wrong", timeout=5, environment=variables
     )
-    assert expected in survivors_say(pool, [0], SLACK)[0]
+    assert expected in wait_for_errors(pool, [0], SLACK)[0]
 
 
 def test_clusters_must_cover_all_ranks(pool: Any) -> None:
-    """Also of groups in a job whose first one is another backend's."""
-    how = {"port": pool.port, "key": "uncovered", "timeout": 5, "backend": "gloo"}
+    """The check also covers fsccl groups in a job whose default group has another backend."""
+    arguments = {"port": pool.port, "key": "uncovered", "timeout": 5, "backend": "gloo"}
     for i in range(3):
-        pool[i].ask("join", rank=i, size=3, environment={"FSCCL_CLUSTERS": "1,1"}, **how)
-    pool.answers(range(3))
+        pool[i].start_case(
+            "join", rank=i, size=3, environment={"FSCCL_CLUSTERS": "1,1"}, **arguments
+        )
+    pool.wait_for_results(range(3))
     for i in range(3):
-        pool[i].ask("barrier_of_a_new_group")
-    for error in survivors_say(pool, [0, 1, 2], SLACK).values():
+        pool[i].start_case("barrier_in_new_group")
+    for error in wait_for_errors(pool, [0, 1, 2], SLACK).values():
         assert "FSCCL_CLUSTERS covers 2 ranks, but there is a rank 2" in error
     pool.leave([0, 1, 2])

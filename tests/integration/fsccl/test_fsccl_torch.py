@@ -17,45 +17,46 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
-    "case", ["asynchronous", "subgroups", "two_groups_crossed", "coalesced", "objects"]
+    "case",
+    ["check_asynchronous", "subgroups", "check_crossed_groups", "check_coalesced", "check_objects"],
 )
-def test_groups_and_works(four: Any, case: str) -> None:
-    four(case)
+def test_groups_and_works(run_on_four_ranks: Any, case: str) -> None:
+    run_on_four_ranks(case)
 
 
 @pytest.mark.parametrize("count", [0, 5, 20_000, 1_000_000], ids=lambda n: f"{n}-elements")
-def test_messages(four: Any, count: int) -> None:
-    four("messages", count=count)
+def test_messages(run_on_four_ranks: Any, count: int) -> None:
+    run_on_four_ranks("check_messages", count=count)
 
 
 @pytest.mark.parametrize("case", ["train_ddp", "train_fsdp"])
-def test_training(four: Any, case: str) -> None:
-    four(case, steps=3)
+def test_training(run_on_four_ranks: Any, case: str) -> None:
+    run_on_four_ranks(case, steps=3)
 
 
 @pytest.mark.parametrize("case", ["dtensors", "functional"])
-def test_what_builds_on_collectives(four: Any, case: str) -> None:
-    four(case)
+def test_features_on_collectives(run_on_four_ranks: Any, case: str) -> None:
+    run_on_four_ranks(case)
 
 
-def test_as_many_groups_as_megatron_makes(four: Any) -> None:
-    four("many_groups", count=33)
+def test_as_many_groups_as_megatron_makes(run_on_four_ranks: Any) -> None:
+    run_on_four_ranks("many_groups", count=33)
 
 
-def test_splitting_is_refused(four: Any) -> None:
-    for said in four("split"):
-        assert "its backend does not support splitting" in said
+def test_splitting_is_rejected(run_on_four_ranks: Any) -> None:
+    for error in run_on_four_ranks("split"):
+        assert "its backend does not support splitting" in error
 
 
-def test_memory_is_registered_for_gpus_alone(four: Any) -> None:
-    for scattered, symmetric in four("registering"):
+def test_memory_registration_needs_gpus(run_on_four_ranks: Any) -> None:
+    for scattered, symmetric in run_on_four_ranks("register_gpu_memory"):
         assert "with symm=True you say that all have allocated alike" in scattered
         assert "GPUs of one host with NVLink between them" in symmetric
 
 
-def test_wrong_calls_say_what_is_wrong(four: Any) -> None:
-    for said in four("usage_errors"):
-        band, sparse, odd, sizes, types, place = said
+def test_errors_of_wrong_calls(run_on_four_ranks: Any) -> None:
+    for errors in run_on_four_ranks("collect_usage_errors"):
+        band, sparse, odd, sizes, types, place = errors
         assert "ValueError: fsccl: reduction band is not defined for float32" in band
         assert "all_reduce of sparse tensors sums only" in sparse
         assert "5 elements for 5 are not equal parts of 4 ranks" in odd
@@ -64,7 +65,7 @@ def test_wrong_calls_say_what_is_wrong(four: Any) -> None:
         assert "this rank's place has 2 elements for 9" in place
 
 
-def script(text: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_script(text: str, **environment: str) -> subprocess.CompletedProcess[str]:
     setup = (
         "import torch, torch.distributed as dist, flagscale.comm.fsccl\n"
         "dist.init_process_group('fsccl', store=dist.HashStore(), rank=0, world_size=1)\n"
@@ -81,31 +82,31 @@ def script(text: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.compiler
-def test_a_program_that_forgets_to_leave_ends_cleanly() -> None:
-    done = script("dist.all_reduce(torch.ones(3), async_op=True).wait(); print('end')")
-    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+def test_program_without_destroy_exits_cleanly() -> None:
+    process = run_script("dist.all_reduce(torch.ones(3), async_op=True).wait(); print('end')")
+    assert (process.returncode, process.stdout) == (0, "end\n"), process.stderr
 
 
 @pytest.mark.compiler
-def test_debug_tells_the_algorithm() -> None:
+def test_debug_logs_the_algorithm() -> None:
     text = "dist.all_reduce(torch.ones(3)); dist.all_reduce(torch.ones(100000)); dist.barrier()"
-    said = script(text, FSCCL_DEBUG="INFO").stderr
-    assert "all_reduce #1 of 12 bytes of float32, sum: one-shot in shared memory" in said
-    assert "all_reduce #2 of 400000 bytes of float32, sum: two-shot in shared memory" in said
-    assert "barrier #3" in said
+    log = run_script(text, FSCCL_DEBUG="INFO").stderr
+    assert "all_reduce #1 of 12 bytes of float32, sum: one-shot in shared memory" in log
+    assert "all_reduce #2 of 400000 bytes of float32, sum: two-shot in shared memory" in log
+    assert "barrier #3" in log
 
 
 @pytest.mark.slow
-def test_what_builds_on_collectives_is_timed(built: None, tmp_path: Path) -> None:
+def test_features_tool_measures_all(built_extension: None, tmp_path: Path) -> None:
     tool, result = ROOT / "tools" / "comm" / "features.py", tmp_path / "result.json"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(tool), "--rounds", "2", "--warm", "1", "--json", str(result)],
         capture_output=True,
         text=True,
         timeout=180,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert process.returncode == 0, process.stderr[-4000:]
     rows = json.loads(result.read_text())["rows"]
     assert len(rows) == len({row["feature"] for row in rows}) == 8
     assert all(row["gloo_ms"] > 0 < row["fsccl_ms"] for row in rows)

@@ -1,7 +1,7 @@
 """torch's own tests of backends, run on fsccl.
 
-The generic tests of ``torch.testing._internal.distributed.distributed_test`` are run by
-torch_suite.py on four ranks. A selection runs always; FLAGSCALE_TORCH_SUITE=all runs every test.
+torch_suite.py runs the generic tests of ``torch.testing._internal.distributed.distributed_test`` on
+four ranks. A selection always runs; FLAGSCALE_TORCH_SUITE=all runs every test.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SELECTED = """
     send_recv_with_tag static_graph_api_cpu
 """
 
-# Every test that does not pass, by the reason.
+# Every test that does not pass, by reason.
 NOT_RUN = {
     "need CUDA devices, or call for NCCL by name": """
         1_level_hierarchical_model_averager_equivalent_to_periodic_model_averager
@@ -140,8 +140,8 @@ NOT_RUN_NAMES = {name for names in NOT_RUN.values() for name in names.split()}
 
 
 @pytest.fixture(scope="module")
-def run(built: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """How each test ended, by its name without ``test_``."""
+def run(built_extension: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Run the suite; return the outcome of each test, by its name without ``test_``."""
     pytest.importorskip("expecttest", reason="torch's tests import it")
     whole = os.environ.get("FLAGSCALE_TORCH_SUITE") == "all"
     return run_suite([] if whole else SELECTED.split(), tmp_path_factory.mktemp("suite"))
@@ -149,18 +149,18 @@ def run(built: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]
 
 def run_suite(names: Sequence[str], directory: Path) -> dict[str, str]:
     answer, log = directory / "results.json", directory / "log"
-    with log.open("wb") as said:
-        done = subprocess.run(
+    with log.open("wb") as output:
+        process = subprocess.run(
             [sys.executable, str(SUITE), str(answer), *(f"test_{name}" for name in names)],
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             cwd=directory,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             check=False,
         )
-    assert done.returncode == 0, log.read_text(errors="replace")[-4000:]
-    found: dict[str, str] = json.loads(answer.read_text())
-    return {name.removeprefix("test_"): how for name, how in found.items()}
+    assert process.returncode == 0, log.read_text(errors="replace")[-4000:]
+    outcomes: dict[str, str] = json.loads(answer.read_text())
+    return {name.removeprefix("test_"): outcome for name, outcome in outcomes.items()}
 
 
 @pytest.mark.timeout(900)
@@ -173,7 +173,7 @@ def test_of_torch(name: str, run: dict[str, str]) -> None:
     os.environ.get("FLAGSCALE_TORCH_SUITE") != "all",
     reason="takes minutes: set FLAGSCALE_TORCH_SUITE=all",
 )
-def test_all_others_pass_or_are_listed_with_their_reason(run: dict[str, str]) -> None:
+def test_other_tests_pass_or_have_a_reason(run: dict[str, str]) -> None:
     unlisted = {n: how for n, how in run.items() if how != "passed" and n not in NOT_RUN_NAMES}
     assert unlisted == {}
     assert [n for n, how in run.items() if how == "passed" and n in NOT_RUN_NAMES] == []

@@ -1,4 +1,4 @@
-"""Compiling the NVLink kernels and reaching the engine where there is no GPU."""
+"""Compilation of the NVLink kernels, and the engine on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from flagscale.comm.fsccl import nvlink, nvlink_cases, nvlink_compile
 from flagscale.comm.fsccl.build import BuildError, load_extension
-from flagscale.comm.fsccl.nvlink_cases import Case
+from flagscale.comm.fsccl.nvlink_cases import NvlinkCase
 from flagscale.errors import ConfigError
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
@@ -23,15 +23,15 @@ NVLINK = Path(nvlink_compile.__file__).parent / "csrc" / "nvlink"
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 def test_no_kernel_spills(tmp_path: Path) -> None:
-    """Those of one element stand for all; whoever changes the kernels sees what it costs."""
+    """Kernels of one element stand for all; the compiler's report shows the cost of a change."""
     source = (NVLINK / "kernels.cu").read_text()
-    kept = [
+    lines = [
         line
         for line in source.splitlines()
         if not line.startswith("FSCCL_REDUCERS") or "BFloat16" in line
     ]
-    (tmp_path / "kernels.cu").write_text("\n".join(kept) + "\n")
-    done = subprocess.run(
+    (tmp_path / "kernels.cu").write_text("\n".join(lines) + "\n")
+    process = subprocess.run(
         [
             "nvcc",
             "-cubin",
@@ -49,22 +49,20 @@ def test_no_kernel_spills(tmp_path: Path) -> None:
         check=False,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    reports = [line for line in done.stderr.splitlines() if "bytes spill stores" in line]
+    assert process.returncode == 0, process.stderr[-4000:]
+    reports = [line for line in process.stderr.splitlines() if "bytes spill stores" in line]
     of_kernels = [line for line in reports if "0 bytes stack frame" in line]
     assert len(of_kernels) >= 9
     assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in reports)
 
 
-def test_without_a_compiler_the_error_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSCCL_BUILD_DIR", str(tmp_path))
     monkeypatch.setattr(nvlink_compile, "_nvrtc_candidates", lambda: iter(["libno-such.so.13"]))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_HOME", raising=False)
     with pytest.raises(BuildError, match="neither NVRTC nor nvcc"):
-        nvlink_compile.kernels((9, 0))
+        nvlink_compile.compile_kernels((9, 0))
 
 
 @pytest.mark.compiler
@@ -72,25 +70,25 @@ def test_engine_without_a_gpu() -> None:
     engine = load_extension().nvlink
     assert not engine.installed(0)
     with pytest.raises(RuntimeError, match="no NVLink engine is installed"):
-        nvlink.Member(0, 0, 2)
+        nvlink.NvlinkCommunicator(0, 0, 2)
     with pytest.raises(RuntimeError, match="found 'all_reduce ordinary 8 quick 0 0'"):
         engine.check_table("all_reduce ordinary 8 quick 0 0\n")
-    assert engine.check_table(engine.guess(8)) == engine.guess(8)
+    assert engine.check_table(engine.default_table(8)) == engine.default_table(8)
 
 
 @pytest.mark.parametrize("value", ["yes", "2"])
 def test_the_switch_takes_0_and_1(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(nvlink.VARIABLE, value)
     with pytest.raises(ConfigError, match=f"{nvlink.VARIABLE}={value}"):
-        nvlink.wanted()
+        nvlink.is_enabled()
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "min", "max", "product"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_checks_expect_is_right(op: str, dtype: torch.dtype) -> None:
-    """The reference of the checks on GPUs against float64."""
-    case = Case("reduce_scatter", "staged", dtype, op, 100, 0, False, 5)
-    inputs = [nvlink_cases.values(case, p, 300, CPU).double()[100:200] for p in range(3)]
+def test_expected_output(op: str, dtype: torch.dtype) -> None:
+    """The reference of the checks on GPUs, compared with float64."""
+    case = NvlinkCase("reduce_scatter", "staged", dtype, op, 100, 0, False, 5)
+    inputs = [nvlink_cases.make_input(case, p, 300, CPU).double()[100:200] for p in range(3)]
     exact = {
         "sum": lambda: sum(inputs),
         "avg": lambda: sum(inputs) / 3,
@@ -98,15 +96,15 @@ def test_what_checks_expect_is_right(op: str, dtype: torch.dtype) -> None:
         "max": lambda: torch.stack(inputs).amax(0),
         "product": lambda: inputs[0] * inputs[1] * inputs[2],
     }[op]()
-    got = nvlink_cases.expected(case, 1, 3, CPU, 0)
-    assert got.dtype == dtype
-    torch.testing.assert_close(got.double(), exact, rtol=1e-2, atol=1e-2)
+    actual = nvlink_cases.expected_output(case, 1, 3, CPU, 0)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), exact, rtol=1e-2, atol=1e-2)
 
 
 def test_checks_cover_every_algorithm() -> None:
-    quick = {(c.collective, c.algorithm, c.dtype) for c in nvlink_cases.cases(quick=True)}
+    quick = {(c.collective, c.algorithm, c.dtype) for c in nvlink_cases.generate_cases(quick=True)}
     assert len(quick) == 14 * 8  # algorithms of all collectives, types
-    gathered = nvlink_cases.expected(
-        Case("all_gather", "staged", torch.int32, "sum", 4, 0, False, 1), 0, 2, CPU, 0
+    gathered = nvlink_cases.expected_output(
+        NvlinkCase("all_gather", "staged", torch.int32, "sum", 4, 0, False, 1), 0, 2, CPU, 0
     )
     assert gathered.numel() == 8

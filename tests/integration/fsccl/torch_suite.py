@@ -1,11 +1,11 @@
-"""Runs tests of torch's own suite for backends against fsccl.
+"""Run tests of torch's own suite for communication backends against fsccl.
 
 usage: torch_suite.py RESULTS.json [NAME …]
 
-The tests are those of ``torch.testing._internal.distributed.distributed_test``, which the torch
-wheel brings; without names all of them run. RESULTS is {name: "passed", "skipped: reason" or
-"failed: what was said"}. torch starts new interpreters for the ranks of every test; here they are
-forked from this process, which has imported torch already.
+The tests are those of ``torch.testing._internal.distributed.distributed_test``, which are part of
+the torch wheel. Without names, all of them run. RESULTS is {name: "passed", "skipped: reason" or
+"failed: message"}. torch starts a new interpreter per rank and test. Here, ranks are forked from
+this process, which has already imported torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 WORLD_SIZE = 4
-SECONDS_A_TEST = 60
+TEST_TIMEOUT = 60
 
-# Tests that torch limits to backends by name, though nothing in them is special to those.
-OPENED = (
+# Tests that torch restricts to certain backends by name, although fsccl supports them.
+ENABLED = (
     "test_all_reduce_coalesced",
     "test_all_to_all",
     "test_batch_isend_irecv_gloo",
@@ -34,14 +34,14 @@ OPENED = (
 )
 
 
-def prepare() -> None:
-    """What the suite reads from the environment when it is imported, and at its gates."""
+def prepare_environment() -> None:
+    """Set the environment that the suite reads on import and in its decorators."""
     os.environ.update(
         BACKEND="fsccl",
         WORLD_SIZE=str(WORLD_SIZE),
         INIT_METHOD="env://",
         MASTER_ADDR="127.0.0.1",
-        DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(SECONDS_A_TEST),
+        DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(TEST_TIMEOUT),
     )
     import torch
     from torch.testing._internal.common_distributed import DistTestCases
@@ -49,63 +49,63 @@ def prepare() -> None:
     import flagscale.comm.fsccl
 
     torch.set_num_threads(1)
-    flagscale.comm.fsccl.load_extension()  # once, and not in every rank
+    flagscale.comm.fsccl.load_extension()  # once, instead of in every rank
     for feature in ("gpu", "ddp", "subgroup", "plugin"):
         DistTestCases.backend_feature[feature].add("fsccl")
 
 
-def suite() -> type[unittest.TestCase]:
-    """torch's generic tests as a class that runs them on forked ranks."""
-    from torch.testing._internal.distributed import distributed_test as theirs
+def build_suite() -> type[unittest.TestCase]:
+    """Return torch's generic tests as a class that runs them on forked ranks."""
+    from torch.testing._internal.distributed import distributed_test
 
-    # The gate of tests on some of the ranks asks for 8, except of MPI: 4 do, too.
+    # Tests on a subset of the ranks require 8 ranks except with MPI, where 4 are enough.
     os.environ["BACKEND"] = "mpi"
-    base: Any = theirs.DistributedTest._DistTestBase
+    base: Any = distributed_test.DistributedTest._DistTestBase
 
-    class TorchSuite(theirs.TestDistBackend, base):  # type: ignore[misc]
+    class TorchSuite(distributed_test.TestDistBackend, base):  # type: ignore[misc]
         def setUp(self) -> None:
             super().setUp()
             self._start_processes(multiprocessing.get_context("fork").Process)
 
     for name in dir(base):
-        if name.startswith(OPENED) and "cuda" not in name:
+        if name.startswith(ENABLED) and "cuda" not in name:
             vars(getattr(base, name)).pop("__unittest_skip__", None)
     return TorchSuite
 
 
-class Results(unittest.TestResult):
-    """Writes down how each test ended."""
+class OutcomeRecorder(unittest.TestResult):
+    """Test result that records the outcome of each test."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, str] = {}
+        self.outcomes: dict[str, str] = {}
 
-    def _end(self, test: unittest.TestCase, how: str) -> None:
-        self.found[test.id().rpartition(".")[2]] = how
-        print(f"{test.id().rpartition('.')[2]}: {how}", file=sys.stderr, flush=True)
+    def _record(self, test: unittest.TestCase, outcome: str) -> None:
+        self.outcomes[test.id().rpartition(".")[2]] = outcome
+        print(f"{test.id().rpartition('.')[2]}: {outcome}", file=sys.stderr, flush=True)
 
     def addSuccess(self, test: unittest.TestCase) -> None:  # noqa: N802
-        self._end(test, "passed")
+        self._record(test, "passed")
 
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:  # noqa: N802
-        self._end(test, f"skipped: {reason}")
+        self._record(test, f"skipped: {reason}")
 
     def addFailure(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
         kind, value, trace = err
-        self._end(test, "failed: " + "".join(traceback.format_exception(kind, value, trace)))
+        self._record(test, "failed: " + "".join(traceback.format_exception(kind, value, trace)))
 
     def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
         self.addFailure(test, err)
 
 
 def main(argv: Sequence[str]) -> None:
-    answer, *wanted = argv
-    prepare()
-    case = suite()
-    names = wanted or unittest.defaultTestLoader.getTestCaseNames(case)
-    results = Results()
+    result_file, *selected = argv
+    prepare_environment()
+    case = build_suite()
+    names = selected or unittest.defaultTestLoader.getTestCaseNames(case)
+    results = OutcomeRecorder()
     unittest.TestSuite(case(name) for name in names).run(results)
-    Path(answer).write_text(json.dumps(results.found, indent=1))
+    Path(result_file).write_text(json.dumps(results.outcomes, indent=1))
 
 
 if __name__ == "__main__":

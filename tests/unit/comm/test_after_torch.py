@@ -1,4 +1,4 @@
-"""``import flagscale.comm`` makes fsccl known to torch, and does not import it."""
+"""Tests that ``import flagscale.comm`` registers fsccl with torch without importing torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[3]
 FIRST = "import flagscale.comm\nimport torch.distributed as dist\n"
 SECOND = "import torch.distributed as dist\nimport flagscale.comm\n"
-ASKED = (
-    "from flagscale.comm.base import missing_torch\n"
-    "assert missing_torch() is None\n"
+AFTER_CHECK = (
+    "from flagscale.comm.base import explain_missing_torch\n"
+    "assert explain_missing_torch() is None\n"
     "import torch.distributed as dist\n"
 )
 KNOWN = "assert dist.is_backend_available('fsccl'), dist.Backend.backend_list\n"
@@ -25,7 +25,7 @@ UNCHANGED = (
 )
 
 
-def python(program: str) -> str:
+def run_python(program: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
@@ -39,13 +39,13 @@ def python(program: str) -> str:
 
 
 def test_torch_is_not_imported() -> None:
-    assert python("import flagscale.comm, sys; print('torch' in sys.modules)") == "False\n"
+    assert run_python("import flagscale.comm, sys; print('torch' in sys.modules)") == "False\n"
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("order", [FIRST, SECOND, ASKED], ids=["first", "second", "asked"])
-def test_fsccl_is_known_in_either_order(order: str) -> None:
-    python(order + KNOWN + UNCHANGED)
+@pytest.mark.parametrize("order", [FIRST, SECOND, AFTER_CHECK], ids=["first", "second", "asked"])
+def test_fsccl_is_registered_in_either_order(order: str) -> None:
+    run_python(order + KNOWN + UNCHANGED)
 
 
 def test_without_torch_nothing_happens() -> None:
@@ -57,25 +57,25 @@ def test_without_torch_nothing_happens() -> None:
         "sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n"
         "assert importlib.util.find_spec('torch') is None\n"
     )
-    python(program)
+    run_python(program)
 
 
 @pytest.mark.torch
-def test_torch_survives_what_fails_after_it() -> None:
+def test_errors_of_the_action_do_not_affect_torch() -> None:
     program = (
         "import warnings\n"
         "from flagscale.comm import after_torch\n"
-        "after_torch.call(lambda: 1 / 0)\n"
+        "after_torch.call_after_torch(lambda: 1 / 0)\n"
         "with warnings.catch_warnings(record=True) as said:\n"
         "    warnings.simplefilter('always')\n"
         "    import torch\n"
         "assert [str(w.message) for w in said if 'after importing' in str(w.message)]\n"
         "assert torch.ones(1).sum() == 1\n"
     )
-    python(program)
+    run_python(program)
 
 
-def test_a_torch_that_cannot_be_imported_says_so_itself(tmp_path: Path) -> None:
+def test_import_errors_of_torch_are_unchanged(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so is missing')\n")
     program = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
@@ -85,4 +85,4 @@ def test_a_torch_that_cannot_be_imported_says_so_itself(tmp_path: Path) -> None:
         "except ImportError as error:\n"
         "    print(error)\n"
     )
-    assert python(program) == "libcudart.so is missing\n"
+    assert run_python(program) == "libcudart.so is missing\n"

@@ -1,4 +1,4 @@
-"""What a host's Python answers to a preflight, and what is made of the answer."""
+"""Tests of the backend check in preflights, and of the interpretation of its result."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.arguments import train_arguments
 
 from flagscale.config import load as loading
-from flagscale.config.interpolation import parts, reference
+from flagscale.config.interpolation import reference, split_references
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.hosts import probe
-from flagscale.hosts.facts import ModuleQuestion
+from flagscale.hosts.facts import ModuleQuery
 from flagscale.hosts.hostfile import Host
-from flagscale.launcher.planning.backends import backend_problems
-from flagscale.launcher.planning.per_host import settings
+from flagscale.launcher.planning.backends import check_backend
+from flagscale.launcher.planning.per_host import resolve_settings
 from flagscale.launcher.preflight import backend
-from flagscale.launcher.preflight.host_probe import Survey, questions
+from flagscale.launcher.preflight.host_probe import HostReplies, build_queries
 
 _YAML = """\
 experiment:
@@ -56,7 +57,7 @@ def load(tmp_path: Path) -> Load:
 
 
 def test_options_of_single_hosts_are_judged_with_the_plan(load: Load) -> None:
-    found = {p.key: (p.message, str(p.where)) for p in backend_problems(load("gloo"))}
+    found = {p.key: (p.message, str(p.where)) for p in check_backend(load("gloo"))}
     assert list(found) == ["device_type_specific.fast.comm", "node_specific.h1.system.comm"]
     message, where = found["device_type_specific.fast.comm"]
     assert "socket_ifnam: is no option of gloo; did you mean 'socket_ifname'?" in message
@@ -67,19 +68,19 @@ def test_only_a_hosts_own_adapters_may_differ(load: Load) -> None:
     """An option that chooses an algorithm is one for the job, and so is one that a host loses by
     having options of its own."""
     experiment = load("fsccl")
-    found = {p.key: p.message for p in backend_problems(experiment)}
+    found = {p.key: p.message for p in check_backend(experiment)}
     assert found.keys() == {"device_type_specific.fast.comm", "node_specific.h1.system.comm"}
     assert found["node_specific.h1.system.comm"].startswith("clusters: has to be the same on every")
-    train = replace(experiment.train, system={**experiment.train.system, "comm": ["clusters=4,4"]})
-    lost = {p.key for p in backend_problems(replace(experiment, train=train, by_type={}))}
+    train = experiment.train.with_added(train_arguments(system={"comm": ["clusters=4,4"]}).entries)
+    lost = {p.key for p in check_backend(replace(experiment, train=train, by_type={}))}
     assert lost == {"node_specific.h0.system.comm"}
 
 
 def test_an_example_is_judged_and_a_foreign_program_is_not(load: Load, tmp_path: Path) -> None:
     external = tmp_path / "pretrain.py"
     external.write_text("")
-    assert backend_problems(load("hccl", str(external))) == []
-    (problem,) = backend_problems(load("hccl", str(PROJECT / "examples/comm/torch_api.py")))
+    assert check_backend(load("hccl", str(external))) == []
+    (problem,) = check_backend(load("hccl", str(PROJECT / "examples/comm/torch_api.py")))
     assert (problem.key, "'hccl' is not a known" in problem.message) == (
         "train.system.distributed_backend",
         True,
@@ -88,28 +89,29 @@ def test_an_example_is_judged_and_a_foreign_program_is_not(load: Load, tmp_path:
 
 def test_an_example_gets_its_options_as_one_argument(load: Load) -> None:
     program = str(PROJECT / "examples/comm/torch_api.py")
-    given = dict(load("gloo", program).by_host["h0"].arguments)
-    assert given == {"system": {"comm": ["socket_ifname=eth1"]}}
+    (given,) = load("gloo", program).by_host["h0"].arguments
+    key = "node_specific.h0.system.comm"
+    assert (given.key, given.value) == (key, ["socket_ifname=eth1"])
 
 
-def asked_of(experiment: Experiment) -> Sequence[ModuleQuestion]:
-    """What a preflight asks of this machine's Python."""
-    made = Survey((HERE,), (settings(experiment, HERE),), here=True, needed=({},))
-    (question,) = questions(experiment, made, thorough=True, fresh=False)
-    assert question.need is not None
-    return question.need.asked
+def queries_for(experiment: Experiment) -> Sequence[ModuleQuery]:
+    """Return the module queries of a preflight on this machine."""
+    made = HostReplies((HERE,), (resolve_settings(experiment, HERE),), here=True, needed=({},))
+    (question,) = build_queries(experiment, made, thorough=True, fresh=False)
+    assert question.preflight is not None
+    return question.preflight.module_queries
 
 
-def test_what_is_asked_of_a_host(load: Load) -> None:
+def test_module_queries(load: Load) -> None:
     experiment = load("flagcx")
-    (asked,) = asked_of(experiment)
+    (asked,) = queries_for(experiment)
     assert (asked.name, asked.module) == ("communication", "flagscale.comm.check")
     assert asked.words == ["flagcx", "auto"]
     # A secret stays here; the host's own variables count.
     assert set(asked.environment) == {"X", "PYTHONPATH"}
     assert asked.environment["X"] == ["2"]
     for name in ("auto", "nccl", "gloo"):
-        assert asked_of(load(name)) == []
+        assert queries_for(load(name)) == []
 
 
 @pytest.mark.parametrize(
@@ -122,10 +124,10 @@ def test_what_is_asked_of_a_host(load: Load) -> None:
         ("mpi", 0, {"problem": "no MPI", "hint": "build it"}, False, "no MPI"),
     ],
 )
-def test_what_an_answer_comes_to(
+def test_check_results(
     load: Load, name: str, gpus: int, answer: dict[str, Any] | None, ok: bool, found: str
 ) -> None:
-    check = backend.judge(load(name), HERE, answer, {"cuda": gpus})
+    check = backend.check_backend(load(name), HERE, answer, {"cuda": gpus})
     assert (check.ok, found in check.found) == (ok, True)
     if not ok:
         assert "x.yaml:8: train.system.distributed_backend: " in check.found
@@ -133,21 +135,19 @@ def test_what_an_answer_comes_to(
 
 
 @pytest.mark.torch
-def test_a_python_answers_for_its_own_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_uses_the_hosts_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fastlib.py").write_text(
         "from flagscale.comm.base import CommBackend\n"
         "class Fast(CommBackend):\n"
         "    name, summary, devices = '?', 'quick', ('cpu', 'cuda')\n"
-        "    def unavailable(self, device): return None\n"
+        "    def explain_unavailable(self, device): return None\n"
         "    def version(self): return '7.1'\n"
     )
     info = tmp_path / "fastlib-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fastlib\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[flagscale.comm_backends]\nfast = fastlib:Fast\n")
-    own = {"PYTHONPATH": parts("PYTHONPATH", f"/nowhere:{reference('FAST_PLACE')}")}
+    own = {"PYTHONPATH": split_references("PYTHONPATH", f"/nowhere:{reference('FAST_PLACE')}")}
     monkeypatch.setenv("FAST_PLACE", str(tmp_path))
     asked = {
         "module": backend.MODULE,
@@ -155,15 +155,15 @@ def test_a_python_answers_for_its_own_packages(
         "project": str(PROJECT),
         "environment": own,
     }
-    assert probe.answer(asked, [sys.executable]) == {"device": "cpu", "version": "7.1"}
+    assert probe.run_module(asked, [sys.executable]) == {"device": "cpu", "version": "7.1"}
     asked["environment"] = {}
-    answer = probe.answer(asked, [sys.executable])
+    answer = probe.run_module(asked, [sys.executable])
     assert answer["problem"].startswith("'fast' is not a known backend")
 
 
-def test_a_python_that_fails_is_quoted() -> None:
+def test_failure_of_python_is_reported() -> None:
     asked = {"module": "x", "words": ["mpi"], "project": "/nowhere", "environment": {}}
     program = "import sys; print('one', file=sys.stderr); sys.exit('last words')"
-    assert probe.answer(asked, [sys.executable, "-c", program]) == {"problem": "last words"}
-    answer = probe.answer(asked, [sys.executable, "-c", f"print('''{json.dumps({'a': 1})}''')"])
+    assert probe.run_module(asked, [sys.executable, "-c", program]) == {"problem": "last words"}
+    answer = probe.run_module(asked, [sys.executable, "-c", f"print('''{json.dumps({'a': 1})}''')"])
     assert answer == {"a": 1}

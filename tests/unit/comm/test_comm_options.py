@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+from support.arguments import as_written, train_arguments
 
 from flagscale.comm import options, registry
 from flagscale.comm.base import OPERATIONS
 from flagscale.comm.options import Option
-from flagscale.config.arguments.maps import as_words
 from flagscale.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ from flagscale.errors import ConfigError
     ],
 )
 def test_options_are_read(backend: str, words: list[str], expected: dict[str, object]) -> None:
-    assert registry.options_of(backend, words) == expected
+    assert registry.parse_backend_options(backend, words) == expected
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_options_are_read(backend: str, words: list[str], expected: dict[str, ob
         ("nccl", ["max_ctas=0"], "max_ctas: expected a whole number from 1 to 64, found '0'"),
         ("nccl", ["max_ctas=two"], "found 'two'"),
         ("nccl", ["split_share=1"], "split_share: expected true or false, found '1'"),
-        ("fsccl", ["clusters=4,x"], "clusters: expected sizes with commas between them, such as"),
+        ("fsccl", ["clusters=4,x"], "clusters: expected comma-separated sizes, such as"),
         ("fsccl", ["clusters=0,4"], "found '0,4'"),
         ("fsccl", ["pipeline_k=99"], "a whole number from 0 to 64, found '99'"),
         ("fsccl", ["algo=rings"], "algo: expected auto, ring, tree or transpose, found 'rings'"),
@@ -55,43 +55,43 @@ def test_options_are_read(backend: str, words: list[str], expected: dict[str, ob
         ("torchcomms", ["torch_distributed_use_torchcomms=1"], "it has none"),
     ],
 )
-def test_mistakes_are_named(backend: str, words: list[str], message: str) -> None:
+def test_invalid_options_are_reported(backend: str, words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        registry.options_of(backend, words)
+        registry.parse_backend_options(backend, words)
 
 
-def test_all_mistakes_are_in_one_error() -> None:
+def test_all_problems_are_in_one_error() -> None:
     with pytest.raises(ConfigError) as error:
-        registry.options_of("nccl", ["a=1", "b=2", "max_ctas=x"])
+        registry.parse_backend_options("nccl", ["a=1", "b=2", "max_ctas=x"])
     assert [problem.key for problem in error.value.problems] == ["a", "b", "max_ctas"]
 
 
 def test_options_become_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NCCL_MAX_CTAS", "NCCL_NET", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "before")
-    registry.backend("nccl").export({"max_ctas": 8, "split_share": True})
+    registry.get_backend("nccl").export_options({"max_ctas": 8, "split_share": True})
     assert (os.environ["NCCL_MAX_CTAS"], os.environ["NCCL_NET"]) == ("8", "before")
-    registry.backend("cpu:gloo,cuda:nccl").export({"socket_ifname": "e é"})
+    registry.get_backend("cpu:gloo,cuda:nccl").export_options({"socket_ifname": "e é"})
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "e é"
 
 
-def test_switches_become_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_booleans_become_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("X", "before")
-    options.export([Option("x", "a switch", "bool", variable="X")], {"x": False})
+    options.export_variables([Option("x", "a switch", "bool", variable="X")], {"x": False})
     assert os.environ["X"] == "0"
 
 
-@pytest.mark.parametrize("name", registry.names())
-def test_backends_say_what_they_can_do(name: str) -> None:
-    adapter = registry.backend(name)
+@pytest.mark.parametrize("name", registry.list_backend_names())
+def test_supported_operations(name: str) -> None:
+    adapter = registry.get_backend(name)
     assert set(adapter.operations) <= set(OPERATIONS)
     assert "all_reduce" in adapter.operations
     assert len({o.name for o in adapter.options}) == len(adapter.options)
 
 
-def test_a_map_can_do_what_all_its_parts_can() -> None:
-    assert "reduce_scatter" not in registry.backend("cpu:mpi,cuda:nccl").operations
-    assert registry.backend("cpu:gloo,cuda:nccl").operations == OPERATIONS
+def test_map_supports_the_common_operations() -> None:
+    assert "reduce_scatter" not in registry.get_backend("cpu:mpi,cuda:nccl").operations
+    assert registry.get_backend("cpu:gloo,cuda:nccl").operations == OPERATIONS
 
 
 def test_the_benchmarks_operations_are_the_adapters() -> None:
@@ -107,12 +107,12 @@ def test_the_benchmarks_operations_are_the_adapters() -> None:
         ({"comm": {"x": True, "y": None, "z": 1.5}}, {"comm": ["x=true", "z=1.5"]}),
         ({"comm": {}}, {"comm": None}),
         ({"comm": ["x=1"]}, {"comm": ["x=1"]}),
-        ({"comm": {"x": {"y": 1}}}, {"comm": {"x": {"y": 1}}}),
+        ({"comm": {"x": {"y": 1}}}, {"y": 1}),
     ],
     ids=["none", "values", "empty", "words", "nested"],
 )
 def test_a_map_becomes_words(section: dict[str, object], expected: dict[str, object]) -> None:
-    assert as_words(section) == expected
+    assert as_written(train_arguments(system=section)) == expected
 
 
 _YAML = """\
@@ -135,29 +135,29 @@ node_specific:
 """
 
 
-def test_a_yamls_options_are_judged_before_anything_starts(tmp_path: Path) -> None:
+def test_options_are_checked_before_the_start(tmp_path: Path) -> None:
     from flagscale.config.load import load
-    from flagscale.launcher.planning.backends import backend_problems
+    from flagscale.launcher.planning.backends import check_backend
 
     (tmp_path / "x.yaml").write_text(_YAML.format(directory=tmp_path))
     experiment = load(tmp_path, "x", []).experiment
-    assert experiment.train.system["comm"] == ["socket_ifname=lo", "socket_ifnam=lo"]
-    given = {name: dict(host.arguments) for name, host in experiment.by_host.items()}
+    assert experiment.train["comm"] == ["socket_ifname=lo", "socket_ifnam=lo"]
+    given = {g.key: g.value for host in experiment.by_host.values() for g in host.arguments}
     assert given == {
-        "a": {"system": {"comm": ["socket_ifname=eth1"]}},
-        "b": {"comm": ["socket_ifname=eth2"]},
+        "node_specific.a.system.comm": ["socket_ifname=eth1"],
+        "node_specific.b.comm": ["socket_ifname=eth2"],
     }
-    (problem,) = backend_problems(experiment)
+    (problem,) = check_backend(experiment)
     assert problem.key == "train.system.comm"
     assert str(problem.where).endswith("x.yaml:8")
     assert "socket_ifnam: is no option of gloo; did you mean 'socket_ifname'?" in problem.message
 
 
 def test_options_can_be_overridden_as_they_are_typed() -> None:
-    from flagscale.config.overrides import normalize
+    from flagscale.config.overrides import normalize_overrides
 
     given = ["train.system.comm.clusters=4,4", "train.system.comm.debug=INFO", "train.comm.x=1"]
-    assert normalize(given) == [
+    assert normalize_overrides(given) == [
         "++train.system.comm.clusters='4,4'",
         "++train.system.comm.debug='INFO'",
         "train.comm.x=1",

@@ -24,16 +24,16 @@ pytestmark = pytest.mark.torch
         ("torchcomms", "torchcomms is not installed"),
     ],
 )
-def test_an_absent_backend_says_what_is_missing_and_how_to_get_it(name: str, reason: str) -> None:
+def test_missing_backend_error(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as error:
-        registry.usable(name, "cuda" if name == "flagcx" else "cpu")
+        registry.get_usable_backend(name, "cuda" if name == "flagcx" else "cpu")
     assert "to get it: " in str(error.value)
 
 
-@pytest.mark.parametrize("name", registry.names())
-def test_every_absent_backend_says_how_to_get_it(name: str) -> None:
-    backend = registry.backend(name)
-    if name != "auto" and any(backend.unavailable(d) for d in backend.devices):
+@pytest.mark.parametrize("name", registry.list_backend_names())
+def test_every_missing_backend_has_instructions(name: str) -> None:
+    backend = registry.get_backend(name)
+    if name != "auto" and any(backend.explain_unavailable(d) for d in backend.devices):
         assert backend.how_to_get
 
 
@@ -48,9 +48,9 @@ def test_every_absent_backend_says_how_to_get_it(name: str) -> None:
     ],
 )
 def test_a_map_is_as_usable_as_its_part(name: str, device: str, reason: str | None) -> None:
-    backend = registry.backend(name)
+    backend = registry.get_backend(name)
     assert isinstance(backend, DeviceMap)
-    found = backend.unavailable(device)  # type: ignore[arg-type]
+    found = backend.explain_unavailable(device)  # type: ignore[arg-type]
     if "no nccl" in (reason or "") and dist.is_nccl_available():
         reason = None
     assert found is None if reason is None else reason in (found or "")
@@ -67,9 +67,9 @@ def test_a_map_is_as_usable_as_its_part(name: str, device: str, reason: str | No
         ("cpu:gloo,cpu:mpi", "names cpu twice"),
     ],
 )
-def test_a_malformed_map_is_refused(name: str, message: str) -> None:
+def test_malformed_map_is_rejected(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        registry.backend(name)
+        registry.get_backend(name)
 
 
 def _package(directory: Path, name: str, entry: str, source: str) -> None:
@@ -84,12 +84,12 @@ _GOOD = """
 from flagscale.comm.base import CommBackend
 class Fast(CommBackend):
     name, summary, devices = "?", "a stranger's", ("cpu",)
-    def unavailable(self, device): return None
+    def explain_unavailable(self, device): return None
 """
 
 
 def _list(directory: Path) -> str:
-    """In a process of its own: installed packages are looked at once."""
+    """Run in a new process, because installed packages are searched once."""
     root = Path(__file__).resolve().parents[3]
     environment = {**os.environ, "PYTHONPATH": f"{directory}:{root}", "COLUMNS": "200"}
     program = "from flagscale.bench.cli import main_comm; main_comm(['list'])"
@@ -99,7 +99,7 @@ def _list(directory: Path) -> str:
     return done.stdout
 
 
-def test_packages_bring_backends_and_broken_ones_say_why(tmp_path: Path) -> None:
+def test_backends_of_packages_and_load_errors(tmp_path: Path) -> None:
     _package(tmp_path, "fastlib", "fast = fastlib:Fast", _GOOD)
     _package(tmp_path, "badlib", "bad = badlib:Nothing", "")
     _package(tmp_path, "oddlib", "odd = oddlib:VALUE\ngloo = oddlib:VALUE", "VALUE = 3\n")

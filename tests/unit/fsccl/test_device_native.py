@@ -1,4 +1,4 @@
-"""What a rank tells the others of its native library, from the environment."""
+"""Detection of a rank's native library, from the environment and the GPU."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ VARIABLES = ("FSCCL_CUDA", "FSCCL_DEVICE", "FSCCL_NATIVE", "FSCCL_REACH")
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.mark.parametrize(
-    ("variables", "told"),
+    ("variables", "strings"),
     [
         pytest.param({}, ["cpu", "cpu", "own", ""], id="nothing"),
         pytest.param({"FSCCL_NATIVE": "gloo"}, ["cpu", "cpu", "gloo", ""], id="gloo"),
@@ -32,16 +32,16 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param({"FSCCL_DEVICE": "cpu"}, ["cpu", "cpu", "own", ""], id="by-hand"),
     ],
 )
-def test_a_rank_of_the_host(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], told: list[str]
+def test_library_of_a_cpu_rank(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], strings: list[str]
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert native.of_this_rank().told() == told
+    assert native.detect_native_library().as_strings() == strings
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "message"),
     [
         pytest.param(
             {"FSCCL_NATIVE": "goo"}, "FSCCL_NATIVE=goo: expected one of own, gloo, fsccl", id="name"
@@ -56,37 +56,37 @@ def test_a_rank_of_the_host(
         pytest.param({"FSCCL_REACH": "a\nb"}, "printable characters", id="line-break"),
     ],
 )
-def test_unfit_values_are_refused(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
+def test_invalid_values_are_rejected(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=said):
-        native.of_this_rank()
+    with pytest.raises(ConfigError, match=message):
+        native.detect_native_library()
 
 
-def test_cuda_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert native.of_this_rank().device == "cpu"
+def test_forced_cuda_without_a_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native.detect_native_library().device == "cpu"
     monkeypatch.setenv("FSCCL_DEVICE", "cuda")
     with pytest.raises(ConfigError, match="no CUDA device"):
-        native.of_this_rank()
+        native.detect_native_library()
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [("0", "FSCCL_CUDA=0 leaves CUDA tensors alone"), ("x", "FSCCL_CUDA=x: expected one of 0, 1")],
 )
-def test_the_list_of_backends_says_why_cuda_is_off(
-    monkeypatch: pytest.MonkeyPatch, value: str, said: str
+def test_list_of_backends_explains_why_cuda_is_off(
+    monkeypatch: pytest.MonkeyPatch, value: str, message: str
 ) -> None:
-    fsccl = registry.backend("fsccl")
+    fsccl = registry.get_backend("fsccl")
     assert fsccl.devices == ("cpu", "cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("FSCCL_CUDA", value)
-    assert said in str(fsccl.unavailable("cuda"))
+    assert message in str(fsccl.explain_unavailable("cuda"))
 
 
-def with_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
@@ -103,12 +103,12 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 
         ((7, 5), "", "nccl 2.28.9"),
     ],
 )
-def test_the_nvlink_engine_needs_a_gpu_that_can(
+def test_nvlink_engine_needs_a_supported_gpu(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], switch: str, library: str
 ) -> None:
-    with_gpu(monkeypatch, capability)
+    pretend_gpu(monkeypatch, capability)
     monkeypatch.setenv("FSCCL_NVLINK", switch)
-    assert native.of_this_rank().library == library
+    assert native.detect_native_library().library == library
 
 
 @pytest.mark.compiler
@@ -126,40 +126,45 @@ def test_the_nvlink_engine_needs_a_gpu_that_can(
         ("FSCCL_NVLINK_SLOT_BYTES", "512", "at least 2048"),
     ],
 )
-def test_what_variables_say_of_the_nvlink_engine(
+def test_nvlink_engine_variables_are_validated(
     monkeypatch: pytest.MonkeyPatch, variable: str, value: str | None, expected: int | str
 ) -> None:
-    read = nvlink.most_blocks if variable.endswith("BLOCKS") else nvlink.slot_bytes
+    read_setting = nvlink.read_max_blocks if variable.endswith("BLOCKS") else nvlink.read_slot_bytes
     if value is None:
         monkeypatch.delenv(variable, raising=False)
     else:
         monkeypatch.setenv(variable, value)
     if isinstance(expected, int):
-        assert read() == expected
+        assert read_setting() == expected
     else:
         with pytest.raises(ConfigError, match=expected):
-            read()
+            read_setting()
 
 
-def test_an_engine_that_is_insisted_on_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_gpu(monkeypatch, (7, 5))
+def test_forced_engine_explains_why_it_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, (7, 5))
     monkeypatch.setenv("FSCCL_NVLINK", "1")
     with pytest.raises(ConfigError, match=r"FSCCL_NVLINK=1: .* 8\.0, this one has 7\.5"):
-        native.of_this_rank()
+        native.detect_native_library()
 
 
-def test_a_gpu_makes_a_rank_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_gpu(monkeypatch)
-    assert native.of_this_rank().told() == ["cuda", "nvidia", "nccl 2.28.9+nvlink", ""]
+def test_rank_with_a_gpu_uses_nccl_and_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch)
+    assert native.detect_native_library().as_strings() == [
+        "cuda",
+        "nvidia",
+        "nccl 2.28.9+nvlink",
+        "",
+    ]
     monkeypatch.setenv("FSCCL_NATIVE", "gloo")
     with pytest.raises(ConfigError, match="FSCCL_NATIVE=gloo is for ranks on CPUs"):
-        native.of_this_rank()
+        native.detect_native_library()
     monkeypatch.setenv("FSCCL_DEVICE", "cpu")
-    assert native.of_this_rank().library == "gloo"
+    assert native.detect_native_library().library == "gloo"
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "told"),
+    ("name", "device", "strings"),
     [
         ("fsccl", "cpu", "cpu"),
         ("fsccl", "cuda", None),
@@ -168,13 +173,13 @@ def test_a_gpu_makes_a_rank_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cpu:fsccl,cuda:fsccl", "cpu", "cpu"),
     ],
 )
-def test_a_rank_of_host_memory_alone_says_so(
-    monkeypatch: pytest.MonkeyPatch, name: str, device: str, told: str | None
+def test_init_options_set_the_device_variable(
+    monkeypatch: pytest.MonkeyPatch, name: str, device: str, strings: str | None
 ) -> None:
     monkeypatch.setenv("FSCCL_DEVICE", "")  # restored at the end
     monkeypatch.delenv("FSCCL_DEVICE")
-    registry.backend(name).init_options(torch.device(device))
-    assert os.environ.get("FSCCL_DEVICE") == told
+    registry.get_backend(name).init_options(torch.device(device))
+    assert os.environ.get("FSCCL_DEVICE") == strings
     monkeypatch.setenv("FSCCL_DEVICE", "cuda")
-    registry.backend("fsccl").init_options(torch.device("cpu"))
+    registry.get_backend("fsccl").init_options(torch.device("cpu"))
     assert os.environ["FSCCL_DEVICE"] == "cuda"

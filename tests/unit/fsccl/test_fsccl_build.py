@@ -1,4 +1,4 @@
-"""Building the extension: what names a build: Any, and what is said when none can be made."""
+"""Tests of building the extension: the names of builds and the errors."""
 
 from __future__ import annotations
 
@@ -19,92 +19,94 @@ pytestmark = pytest.mark.torch
 def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     import flagscale.comm.fsccl.build as module
 
-    monkeypatch.setenv("FSCCL_BUILD_DIR", str(tmp_path / "a place with 'quotes' and $signs"))
-    module._key.cache_clear()
+    monkeypatch.setenv("FSCCL_BUILD_DIR", str(tmp_path / "a directory with 'quotes' and $signs"))
+    module._build_key.cache_clear()
     yield module
-    module._key.cache_clear()
+    module._build_key.cache_clear()
 
 
-def test_no_compiler_is_said(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_reported(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "this machine has no no-such-compiler" in (build.unavailable() or "")
     with pytest.raises(build.BuildError) as error:
-        build._build(build._library())
+        build._compile_for_this_machine(build._build_path())
     assert "there is no C++ compiler 'no-such-compiler' on PATH" in str(error.value)
     assert "set CXX" in str(error.value)
 
 
 @pytest.fixture
 def prebuilt(build: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The module, with a library of this environment's name that is none."""
+    """Return the module, with an invalid library named for this environment."""
     import flagscale.comm.fsccl.prebuilt as module
 
     monkeypatch.setenv("FSCCL_PREBUILT_DIR", str(tmp_path / "prebuilt"))
-    module.library().parent.mkdir(parents=True)
-    module.library().touch()
+    module.library_path().parent.mkdir(parents=True)
+    module.library_path().touch()
     return module
 
 
-def test_a_prebuilt_library_needs_no_compiler(
+def test_prebuilt_library_needs_no_compiler(
     build: Any, prebuilt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert build.how() == "prebuilt"
+    assert build.describe_origin() == "prebuilt"
     assert build.unavailable() is None
-    build._library().parent.mkdir(parents=True)
-    build._library().touch()
-    assert build.how() == "built here"
+    build._build_path().parent.mkdir(parents=True)
+    build._build_path().touch()
+    assert build.describe_origin() == "built here"
 
 
-@pytest.mark.parametrize("lacks", ["instructions", "torch", "sources"])
-def test_a_prebuilt_library_that_does_not_fit_is_passed_over(
-    build: Any, prebuilt: Any, monkeypatch: pytest.MonkeyPatch, lacks: str
+@pytest.mark.parametrize("mismatch", ["instructions", "torch", "sources"])
+def test_incompatible_prebuilt_library_is_ignored(
+    build: Any, prebuilt: Any, monkeypatch: pytest.MonkeyPatch, mismatch: str
 ) -> None:
-    assert prebuilt.find() == prebuilt.library()
-    if lacks == "instructions":
+    assert prebuilt.find_library() == prebuilt.library_path()
+    if mismatch == "instructions":
         monkeypatch.setattr(compiling, "processor_flags", lambda: "flags : sse2 avx")
-        assert "avx2" in prebuilt.missing() or "asimd" in prebuilt.missing()
-    elif lacks == "torch":
+        assert (
+            "avx2" in prebuilt.missing_instructions() or "asimd" in prebuilt.missing_instructions()
+        )
+    elif mismatch == "torch":
         import torch
 
         monkeypatch.setattr(torch, "__version__", "0.0.1")
     else:
-        monkeypatch.setattr(compiling, "sources_digest", lambda: b"others")
-    prebuilt._key.cache_clear()
-    assert prebuilt.find() is None
-    assert build.how() == build.COMPILED
+        monkeypatch.setattr(compiling, "digest_sources", lambda: b"other sources")
+    prebuilt._compatibility_key.cache_clear()
+    assert prebuilt.find_library() is None
+    assert build.describe_origin() == build.COMPILED
     monkeypatch.undo()
-    prebuilt._key.cache_clear()
+    prebuilt._compatibility_key.cache_clear()
 
 
-def test_missing_headers_are_said(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", sys.executable)  # a program that is there
+def test_missing_headers_are_reported(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", sys.executable)  # an existing program
     monkeypatch.setattr(compiling.sysconfig, "get_path", lambda name: f"/no {name}")
     assert "this machine has no /no include/Python.h" in build.unavailable()
     with pytest.raises(build.BuildError, match=r"no /no include/Python\.h") as error:
-        build._build(build._library())
+        build._compile_for_this_machine(build._build_path())
     assert "install the headers of this Python" in str(error.value)
 
 
 @pytest.mark.compiler
-def test_a_failed_compilation_shows_the_compilers_words(
+def test_failed_compilation_shows_the_compilers_output(
     build: Any,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    broken = tmp_path / "broken.cpp"
-    broken.write_text("int main() { return nonsense; }\n")
-    monkeypatch.setattr(compiling, "_sources", lambda: [broken])
-    library = build._library()
+    invalid_source = tmp_path / "broken.cpp"
+    invalid_source.write_text("int main() { return nonsense; }\n")
+    monkeypatch.setattr(compiling, "_translation_units", lambda: [invalid_source])
+    library = build._build_path()
     with pytest.raises(build.BuildError) as error:
-        build._build(library)
+        build._compile_for_this_machine(library)
     assert "compiling fsccl failed" in str(error.value)
     assert "nonsense" in str(error.value)
     assert not library.exists()
 
 
 @pytest.mark.compiler
-def test_torch_is_linked_from_any_place(
+def test_torch_path_may_have_special_characters(
     build: Any,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -112,51 +114,53 @@ def test_torch_is_linked_from_any_place(
     from torch.utils import cpp_extension
     from torch.utils._cpp_extension_versioner import ExtensionVersioner
 
-    libraries = tmp_path / "a place with 'quotes' and $signs"
+    libraries = tmp_path / "a directory with 'quotes' and $signs"
     libraries.symlink_to(cpp_extension.TORCH_LIB_PATH)
     monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(libraries))
-    # It numbers what one process builds, and another test may have built here.
+    # The versioner numbers the extensions of a process, and another test may have built one.
     monkeypatch.setattr(cpp_extension, "JIT_EXTENSION_VERSIONER", ExtensionVersioner())
-    small = tmp_path / "small.cpp"
-    small.write_text("int one() { return 1; }\n")
-    monkeypatch.setattr(compiling, "_sources", lambda: [small])
-    build._build(build._library())
-    assert build._library().exists()
+    source_file = tmp_path / "small.cpp"
+    source_file.write_text("int one() { return 1; }\n")
+    monkeypatch.setattr(compiling, "_translation_units", lambda: [source_file])
+    build._compile_for_this_machine(build._build_path())
+    assert build._build_path().exists()
     assert str(libraries) == cpp_extension.TORCH_LIB_PATH
 
 
-def test_an_unwritable_place_is_said(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_build_directory_is_reported(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FSCCL_BUILD_DIR", "/proc/nowhere")
     with pytest.raises(build.BuildError) as error:
-        build._build(build._library())
+        build._compile_for_this_machine(build._build_path())
     assert "cannot write a build of fsccl to /proc/nowhere" in str(error.value)
     assert "FSCCL_BUILD_DIR" in str(error.value)
 
 
 @pytest.mark.parametrize("change", ["CXX", "torch"])
-def test_a_build_is_named_by_what_makes_it(
+def test_build_name_depends_on_compiler_and_torch(
     build: Any,
     monkeypatch: pytest.MonkeyPatch,
     change: str,
 ) -> None:
-    before = build._library()
-    assert build._library() == before
-    build._key.cache_clear()
+    before = build._build_path()
+    assert build._build_path() == before
+    build._build_key.cache_clear()
     if change == "CXX":
         monkeypatch.setenv("CXX", "g++-99")
     else:
         import torch
 
         monkeypatch.setattr(torch, "__version__", "0.0.1")
-    assert build._library() != before
+    assert build._build_path() != before
 
 
 def test_importing_does_not_compile(tmp_path: Path) -> None:
-    text = (
+    program = (
         "import os; os.environ['FSCCL_BUILD_DIR'] = os.sys.argv[1]\n"
         "import flagscale.comm.fsccl, torch.distributed as dist\n"
         "assert 'FSCCL' in dist.Backend._plugins and 'fsccl' in dist.Backend.backend_list\n"
         "flagscale.comm.fsccl.register()\n"
     )
-    subprocess.run([sys.executable, "-c", text, str(tmp_path)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=120)
     assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,8 @@
-"""What a source takes from the standard library, it or a header of ours that it includes names.
+"""Check that a source includes the standard headers of the names it uses.
 
-Standard libraries differ in which of their headers include which: a source that leaves one out
-compiles with one of them, and fails on a host with another.
+A source must include them itself, or through a header of this project. Standard libraries differ in
+which of their headers include which: a source with a missing include compiles with one of them, and
+fails on a host with another.
 """
 
 from __future__ import annotations
@@ -56,31 +57,32 @@ HEADERS = {
     "vector": "vector",
 }
 HEADER_OF = {name: header for header, names in HEADERS.items() for name in names.split()}
-ANY_OF = {
+ALTERNATIVES = {
     "move": {"utility", "algorithm"},
     "pair": {"utility", "map", "unordered_map"},
     "make_pair": {"utility", "map", "unordered_map"},
 }
-"""Names that other headers are specified to bring, too."""
+"""Names that the standard specifies in other headers as well."""
 
 
 @functools.cache
-def included(path: Path) -> frozenset[str]:
-    """The standard headers that ``path`` and the headers of ours it includes name."""
-    found: set[str] = set()
+def included_headers(path: Path) -> frozenset[str]:
+    """Return the standard headers that ``path`` includes, directly or through project headers."""
+    headers: set[str] = set()
     for line in path.read_text().splitlines():
         if match := re.match(r"#include <([a-z_0-9]+)>", line):
-            found.add(match[1])
+            headers.add(match[1])
         elif match := re.match(r'#include "(.+)"', line):
-            inner = path.parent / match[1]
-            if inner.is_file():
-                found |= included(inner.resolve())
-    return frozenset(found)
+            project_header = path.parent / match[1]
+            if project_header.is_file():
+                headers |= included_headers(project_header.resolve())
+    return frozenset(headers)
 
 
-def used(path: Path) -> set[str]:
-    text = re.sub(r"//[^\n]*|\"(\\.|[^\"\\])*\"", "", path.read_text())
-    return set(re.findall(r"\bstd::(\w+)", text)) & HEADER_OF.keys()
+def used_names(path: Path) -> set[str]:
+    """Return the known names of namespace std in the code of ``path``."""
+    code = re.sub(r"//[^\n]*|\"(\\.|[^\"\\])*\"", "", path.read_text())
+    return set(re.findall(r"\bstd::(\w+)", code)) & HEADER_OF.keys()
 
 
 @pytest.mark.parametrize(
@@ -88,10 +90,10 @@ def used(path: Path) -> set[str]:
     sorted(path for path in SOURCES.rglob("*") if path.suffix in (".h", ".cpp", ".cuh", ".cu")),
     ids=lambda path: str(path.relative_to(SOURCES)),
 )
-def test_a_source_includes_what_it_uses(path: Path) -> None:
+def test_source_includes_what_it_uses(path: Path) -> None:
     missing = {
         f"{name}: <{HEADER_OF[name]}>"
-        for name in used(path)
-        if not ({HEADER_OF[name]} | ANY_OF.get(name, set())) & included(path)
+        for name in used_names(path)
+        if not ({HEADER_OF[name]} | ALTERNATIVES.get(name, set())) & included_headers(path)
     }
     assert not missing

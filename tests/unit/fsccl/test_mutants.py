@@ -1,4 +1,4 @@
-"""tools/dev/mutants.py fits the sources that it puts faults into."""
+"""Tests of tools/dev/mutants.py: its mutants match the current sources of the core."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from pathlib import Path
 
 import pytest
 
-DEV = Path(__file__).parents[3] / "tools" / "dev"
+DEV_TOOLS = Path(__file__).parents[3] / "tools" / "dev"
 
 
-def test_each_has_its_line_and_its_copy_is_whole(
+def test_every_mutant_applies_to_a_complete_copy_of_the_core(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(DEV)
+    monkeypatch.syspath_prepend(DEV_TOOLS)
     mutants = importlib.import_module("mutants")
     builder = mutants.Builder(tmp_path)
     for mutant in mutants.MUTANTS:
-        builder.mutate(mutant)  # ends the program where its line is not there once
-    taken = re.findall(r'#include "(\.\./[^"]+)"', (builder.core / "core.cpp").read_text())
-    assert taken
-    assert all((builder.core / path).is_file() for path in taken)
+        builder.apply_mutant(mutant)  # exits if the line does not occur exactly once
+    core_source = (builder.core / "core.cpp").read_text()
+    included_paths = re.findall(r'#include "(\.\./[^"]+)"', core_source)
+    assert included_paths
+    assert all((builder.core / path).is_file() for path in included_paths)

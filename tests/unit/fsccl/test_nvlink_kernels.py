@@ -1,4 +1,4 @@
-"""The NVLink engine on a CPU: the same kernels, ranks as threads, processes or fibers."""
+"""The NVLink engine on a CPU: the same kernels, with ranks as threads, processes or fibers."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.compiled import program
+from support.compiled import compile_program
 
 HERE = Path(__file__).parent / "nvlink"
 CSRC = Path(__file__).parents[3] / "flagscale" / "comm" / "fsccl" / "csrc"
 NVLINK = CSRC / "nvlink"
 REGISTRATION = CSRC / "torch" / "registration.h"
 SOURCES = (
-    NVLINK / "plan.cpp",
+    NVLINK / "kernel_plan.cpp",
     NVLINK / "engine.cpp",
     CSRC / "core" / "reduce.cpp",
     CSRC / "core" / "types.cpp",
 )
 
 pytestmark = [pytest.mark.integration, pytest.mark.compiler]
-# Each compiles all of it.
+# Each kind compiles all sources.
 KINDS = [pytest.param("threads", marks=pytest.mark.slow), "memory"]
 
 
-def build(kind: str, test: str = "kernels_test.cpp") -> Path:
+def build_program(kind: str, test: str = "kernels_test.cpp") -> Path:
     headers = [*NVLINK.glob("*.h"), *(CSRC / "core").glob("*.h"), *HERE.glob("*.h"), REGISTRATION]
-    return program(kind, [HERE / test, *SOURCES], include=CSRC, reads=headers)
+    return compile_program(kind, [HERE / test, *SOURCES], include=CSRC, reads=headers)
 
 
-def run(path: Path, *words: object) -> tuple[int, str, str]:
-    done = subprocess.run(
+def run_program(path: Path, *words: object) -> tuple[int, str, str]:
+    process = subprocess.run(
         [str(path), *map(str, words)],
         capture_output=True,
         text=True,
@@ -39,66 +39,67 @@ def run(path: Path, *words: object) -> tuple[int, str, str]:
         check=False,
         env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1"},
     )
-    return done.returncode, done.stdout, done.stderr[-6000:]
+    return process.returncode, process.stdout, process.stderr[-6000:]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_no_interleaving_loses_data(ranks: int, seed: int) -> None:
-    """Accesses interleaved by chance, with ranks held back while others run ahead."""
-    assert run(build("plain"), "fibers", ranks, 400, seed) == (0, "ok\n", "")
+    """Accesses are interleaved randomly, and ranks are held back while others run ahead."""
+    assert run_program(build_program("plain"), "fibers", ranks, 400, seed) == (0, "ok\n", "")
 
 
 @pytest.mark.parametrize("sanitizer", KINDS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_as_threads(sanitizer: str, ranks: int) -> None:
-    assert run(build(sanitizer), "threads", ranks, 250, 3) == (0, "ok\n", "")
+    assert run_program(build_program(sanitizer), "threads", ranks, 250, 3) == (0, "ok\n", "")
 
 
 def test_ranks_as_processes() -> None:
-    assert run(build("memory"), "processes", 3, 150, 4) == (0, "ok\n", "")
+    assert run_program(build_program("memory"), "processes", 3, 150, 4) == (0, "ok\n", "")
 
 
 @pytest.mark.parametrize("broken", [(1,), (2,), (0, 1)], ids=["one-early", "two-early", "torn"])
-def test_a_broken_protocol_is_noticed(broken: tuple[int, ...]) -> None:
-    """Ranks that believe in flags before they are set, and lines that come in parts: what the test
-    above must be able to see."""
-    code, out, err = run(build("plain"), "fibers", 3, 300, 1, *broken)
+def test_broken_protocol_is_detected(broken: tuple[int, ...]) -> None:
+    """The test above must detect flags that are read as set too early, and torn lines."""
+    code, out, err = run_program(build_program("plain"), "fibers", 3, 300, 1, *broken)
     assert (code, out) == (1, "")
     assert "wrong result" in err
 
 
 def test_waiting_for_an_absent_rank_ends() -> None:
-    """Ranks go on without each other then, so their accesses race: not under ThreadSanitizer."""
-    assert run(build("memory"), "absent", 3, 20, 5) == (0, "ok\n", "")
+    """Ranks continue without each other then, so their accesses race: not under ThreadSanitizer."""
+    assert run_program(build_program("memory"), "absent", 3, 20, 5) == (0, "ok\n", "")
 
 
 @pytest.mark.parametrize("sanitizer", KINDS)
 @pytest.mark.parametrize("source", ["engine_test.cpp", "faults_test.cpp", "registration_test.cpp"])
 def test_engine(source: str, sanitizer: str) -> None:
-    """Groups, tables, registered memory, streams and faults, over a device that is a CPU."""
-    done = run(build(sanitizer, source))
-    assert done == (0, "ok\n", "")
+    """Groups, tables, registered memory, streams and faults, on a device that is a CPU."""
+    result = run_program(build_program(sanitizer, source))
+    assert result == (0, "ok\n", "")
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "said"),
+    ("first", "second", "expected"),
     [
         ("abcdefghijklmnop", "bbcdefghijklmnop", "nvlink"),
         ("abcdefghijklmnop", "ABCDEFGHIJKLMNOP", "other"),
         ("abcdefghijklmnop", "0bcdefghijklmnop", "unknown"),
     ],
 )
-def test_nvml_is_asked_how_gpus_are_connected(
-    one: str, other: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_nvml_link_query(
+    first: str, second: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of GPUs that a process does not see; and where there is no NVML, nothing is known."""
-    made = program("memory", [HERE / "nvml_test.cpp", NVLINK / "nvml.cpp"], include=CSRC, reads=[])
+    """NVML is queried for GPUs that a process does not see; without NVML, the answer is unknown."""
+    binary = compile_program(
+        "memory", [HERE / "nvml_test.cpp", NVLINK / "nvml.cpp"], include=CSRC, reads=[]
+    )
     name = "GPU-61626364-6566-6768-696a-6b6c6d6e6f70"
-    assert run(made, one, other) == (0, f"unknown {name}\n", "")
+    assert run_program(binary, first, second) == (0, f"unknown {name}\n", "")
     library = tmp_path / "libnvidia-ml.so.1"
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-o", library, HERE / "nvml_library.c"], check=True, timeout=60
     )
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
-    assert run(made, one, other) == (0, f"{said} {name}\n", "")
+    assert run_program(binary, first, second) == (0, f"{expected} {name}\n", "")

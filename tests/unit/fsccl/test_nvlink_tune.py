@@ -1,4 +1,4 @@
-"""Choosing NVLink algorithms from measurements, and keeping what was chosen."""
+"""Choice of NVLink kernels from measurements, and storage of the tables."""
 
 from __future__ import annotations
 
@@ -8,29 +8,35 @@ from pathlib import Path
 import pytest
 
 from flagscale.comm.fsccl import tune
-from flagscale.comm.fsccl.tune import Timing, choose, store, stored_tables, table_file
+from flagscale.comm.fsccl.tune import (
+    KernelTiming,
+    choose_fastest,
+    load_tables,
+    store_table,
+    table_path,
+)
 from flagscale.errors import ConfigError
 
 GPU = "NVIDIA H200"
 
 
-def timing(size: int, algorithm: str, us: float, memory: str = "ordinary") -> Timing:
-    return Timing("all_reduce", memory, size, algorithm, 8, 256, us)
+def make_timing(size: int, algorithm: str, us: float, memory: str = "ordinary") -> KernelTiming:
+    return KernelTiming("all_reduce", memory, size, algorithm, 8, 256, us)
 
 
-def test_sizes_with_one_winner_make_one_row() -> None:
+def test_adjacent_sizes_with_the_same_winner_share_a_row() -> None:
     timings = [
-        timing(1024, "other", 20.0),
-        timing(1024, "flagged", 4.0),
-        timing(4096, "flagged", 4.5),
-        timing(4096, "other", 20.0),
-        timing(16384, "flagged", 9.0),
-        timing(16384, "staged", 8.0),
-        timing(65536, "other", 30.0),
-        timing(65536, "staged", 31.0),
-        timing(1024, "direct", 3.0, "registered"),
+        make_timing(1024, "other", 20.0),
+        make_timing(1024, "flagged", 4.0),
+        make_timing(4096, "flagged", 4.5),
+        make_timing(4096, "other", 20.0),
+        make_timing(16384, "flagged", 9.0),
+        make_timing(16384, "staged", 8.0),
+        make_timing(65536, "other", 30.0),
+        make_timing(65536, "staged", 31.0),
+        make_timing(1024, "direct", 3.0, "registered"),
     ]
-    assert choose(timings).splitlines() == [
+    assert choose_fastest(timings).splitlines() == [
         "all_reduce ordinary 4096 flagged 8 256",
         "all_reduce ordinary 16384 staged 8 256",
         "all_reduce ordinary 65536 other 0 0",
@@ -38,9 +44,15 @@ def test_sizes_with_one_winner_make_one_row() -> None:
     ]
 
 
-def test_the_order_of_measuring_does_not_matter() -> None:
-    timings = [timing(s, a, s * f) for s in (9, 1, 5) for a, f in (("staged", 2.0), ("other", 3.0))]
-    assert choose(timings) == choose(timings[::-1]) == "all_reduce ordinary 9 staged 8 256\n"
+def test_choice_does_not_depend_on_the_measurement_order() -> None:
+    timings = [
+        make_timing(s, a, s * f) for s in (9, 1, 5) for a, f in (("staged", 2.0), ("other", 3.0))
+    ]
+    assert (
+        choose_fastest(timings)
+        == choose_fastest(timings[::-1])
+        == "all_reduce ordinary 9 staged 8 256\n"
+    )
 
 
 @pytest.fixture
@@ -50,23 +62,23 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_tables_of_several_numbers_of_ranks_are_kept(config: Path) -> None:
-    assert stored_tables(GPU) == {}
-    store(GPU, 8, "all_reduce ordinary 1 flagged 0 0\n", {"torch": "2.11"})
-    path = store(GPU, 4, "all_gather ordinary 1 staged 0 0\n", {"torch": "2.11"})
+def test_tables_are_stored_by_number_of_ranks(config: Path) -> None:
+    assert load_tables(GPU) == {}
+    store_table(GPU, 8, "all_reduce ordinary 1 flagged 0 0\n", {"torch": "2.11"})
+    path = store_table(GPU, 4, "all_gather ordinary 1 staged 0 0\n", {"torch": "2.11"})
     assert path == config / "flagscale" / "fsccl-nvidia-h200.json"
-    assert stored_tables(GPU) == {
+    assert load_tables(GPU) == {
         4: "all_gather ordinary 1 staged 0 0\n",
         8: "all_reduce ordinary 1 flagged 0 0\n",
     }
 
 
-def test_a_hostile_name_stays_in_its_directory(config: Path) -> None:
-    assert table_file("../../etc/a GPU/$x").parent == config / "flagscale"
+def test_device_name_cannot_escape_the_directory(config: Path) -> None:
+    assert table_path("../../etc/a GPU/$x").parent == config / "flagscale"
 
 
 @pytest.mark.parametrize(
-    ("content", "complaint"),
+    ("content", "message"),
     [
         ("{", "cannot be read"),
         ("[]", "version 1"),
@@ -77,19 +89,21 @@ def test_a_hostile_name_stays_in_its_directory(config: Path) -> None:
     ],
     ids=["not-json", "no-mapping", "other-version", "other-gpu", "text-for-rows", "no-number"],
 )
-def test_other_files_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, complaint: str
+def test_invalid_tables_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, message: str
 ) -> None:
     path = tmp_path / "a table, by hand.json"
     path.write_text(content)
     monkeypatch.setenv(tune.VARIABLE, str(path))
-    with pytest.raises(ConfigError, match=complaint) as caught:
-        stored_tables(GPU)
-    assert str(path) in str(caught.value)
+    with pytest.raises(ConfigError, match=message) as error:
+        load_tables(GPU)
+    assert str(path) in str(error.value)
 
 
-def test_what_was_kept_is_readable_json(config: Path) -> None:
-    path = store(GPU, 2, choose([timing(8, "flagged", 1.0)]), {"date": "2026-01-01"})
+def test_stored_table_is_readable_json(config: Path) -> None:
+    path = store_table(
+        GPU, 2, choose_fastest([make_timing(8, "flagged", 1.0)]), {"date": "2026-01-01"}
+    )
     content = json.loads(path.read_text())
     assert content["tables"]["2"] == ["all_reduce ordinary 8 flagged 8 256"]
     assert content["measured"] == {"date": "2026-01-01"}

@@ -1,7 +1,7 @@
-// Buffers beyond 4 GiB in little memory: two ranks as threads, whose buffers show the same pages
-// over and over, but for the last ones, which lie about 4 GiB and are their own. The pages repeat
-// with a period that does not divide 4 GiB, so that a number cut to 32 bits meets other bytes.
-// Usage: large_test <clusters: 2 or 1,1> <pipeline_k>
+// Buffers of more than 4 GiB in little memory. Two ranks are threads; their buffers map the same
+// pages repeatedly, except for the last pages, around 4 GiB, which are private. The period of the
+// repetition does not divide 4 GiB, so that an offset truncated to 32 bits reads other bytes.
+// Usage: large_test <ranks per node: 2 or 1,1> <pipeline_k>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -11,7 +11,7 @@
 #include <sstream>
 #include <thread>
 
-#include "board.h"
+#include "counting_store.h"
 
 namespace {
 
@@ -19,42 +19,44 @@ using namespace fsccl;
 
 constexpr size_t kMiB = size_t{1} << 20;
 constexpr size_t kPeriod = 67 * kMiB + 12288;
-constexpr size_t kOwn = 4096 * kMiB - 8 * kMiB;  // where the pages that are their own begin
+constexpr size_t kPrivateStart = 4096 * kMiB - 8 * kMiB;  // start of the private pages
 constexpr size_t kSize = 4096 * kMiB + 24 * kMiB + 3;
 
-[[noreturn]] void give_up(const char* what, int rank, size_t at) {
-  std::fprintf(stderr, "%s: rank %d, byte %zu\n", what, rank, at);
+[[noreturn]] void fail_test(const char* message, int rank, size_t at) {
+  std::fprintf(stderr, "%s: rank %d, byte %zu\n", message, rank, at);
   std::_Exit(1);
 }
 
-class Wide {
+// A buffer of more than 4 GiB whose pages repeat.
+class LargeBuffer {
  public:
-  Wide() {
+  LargeBuffer() {
     const int fd = memfd_create("large", MFD_CLOEXEC);
-    void* all = mmap(nullptr, kSize, PROT_READ | PROT_WRITE,
-                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (fd < 0 || all == MAP_FAILED || ftruncate(fd, kPeriod) != 0) give_up("no memory", -1, 0);
-    data_ = static_cast<uint8_t*>(all);
-    for (size_t at = 0; at < kOwn; at += kPeriod) {
-      const size_t n = std::min(kPeriod, kOwn - at);
+    void* address = mmap(nullptr, kSize, PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (fd < 0 || address == MAP_FAILED || ftruncate(fd, kPeriod) != 0)
+      fail_test("no memory", -1, 0);
+    data_ = static_cast<uint8_t*>(address);
+    for (size_t at = 0; at < kPrivateStart; at += kPeriod) {
+      const size_t n = std::min(kPeriod, kPrivateStart - at);
       if (mmap(data_ + at, n, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) ==
           MAP_FAILED) {
-        give_up("cannot map", -1, at);
+        fail_test("cannot map", -1, at);
       }
     }
     close(fd);
   }
-  Wide(const Wide&) = delete;
-  Wide& operator=(const Wide&) = delete;
-  ~Wide() { munmap(data_, kSize); }
+  LargeBuffer(const LargeBuffer&) = delete;
+  LargeBuffer& operator=(const LargeBuffer&) = delete;
+  ~LargeBuffer() { munmap(data_, kSize); }
 
   uint8_t* data() { return data_; }
   void fill(unsigned factor) {
-    each([factor](uint8_t& byte, size_t i) { byte = value(i, factor); });
+    for_each_byte([factor](uint8_t& byte, size_t i) { byte = value(i, factor); });
   }
-  void expect(const char* what, int rank, unsigned factor) {
-    each([=](uint8_t& byte, size_t i) {
-      if (byte != value(i, factor)) give_up(what, rank, i);
+  void expect(const char* message, int rank, unsigned factor) {
+    for_each_byte([=](uint8_t& byte, size_t i) {
+      if (byte != value(i, factor)) fail_test(message, rank, i);
     });
   }
 
@@ -63,26 +65,26 @@ class Wide {
     return static_cast<uint8_t>(((i >> 12) * 7 + i) * factor);
   }
   template <class F>
-  void each(F f) {
+  void for_each_byte(F f) {
     for (size_t i = 0; i < kPeriod; ++i) f(data_[i], i);
-    for (size_t i = kOwn; i < kSize; ++i) f(data_[i], i);
+    for (size_t i = kPrivateStart; i < kSize; ++i) f(data_[i], i);
   }
 
   uint8_t* data_;
 };
 
-void run_rank(Board& board, int rank, const Settings& settings) {
+void run_rank(StoreContents& contents, int rank, const Settings& settings) {
   const Deadline d = Deadline::after(Deadline::Ms(600000));
   GroupConfig config;
   config.rank = rank;
   config.size = 2;
   config.settings = settings;
-  Group group(std::make_unique<BoardStore>(board), config);
-  Wide in, out;
+  Group group(std::make_unique<CountingStore>(contents), config);
+  LargeBuffer in, out;
   in.fill(static_cast<unsigned>(rank) * 4 + 1);
   group.all_reduce(in.data(), out.data(), kSize, {DType::kU8, RedOp::kSum, 1, 2}, d);
   out.expect("all_reduce", rank, 6);
-  Wide& buffer = rank == 1 ? in : out;
+  LargeBuffer& buffer = rank == 1 ? in : out;
   group.broadcast(BufferList(buffer.data(), kSize), 1, d);
   buffer.expect("broadcast", rank, 5);
   if (rank == 0) in.fill(3);
@@ -99,15 +101,16 @@ int main(int argc, char** argv) {
   if (argc != 3) return 2;
   Settings settings;
   std::stringstream in(argv[1]);
-  for (std::string one; std::getline(in, one, ',');) settings.clusters.push_back(std::stoi(one));
+  for (std::string field; std::getline(in, field, ',');)
+    settings.node_sizes.push_back(std::stoi(field));
   settings.pipeline_k = std::atoi(argv[2]);
   settings.tcp.interface = "lo";
-  Board board;
+  StoreContents contents;
   std::vector<std::thread> ranks;
   for (int r = 0; r < 2; ++r) {
     ranks.emplace_back([&, r] {
       try {
-        run_rank(board, r, settings);
+        run_rank(contents, r, settings);
       } catch (const std::exception& e) {
         std::fprintf(stderr, "rank %d: %s\n", r, e.what());
         std::_Exit(1);

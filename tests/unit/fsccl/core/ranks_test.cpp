@@ -1,8 +1,8 @@
-// Ranks as threads: every collective against a reference, over sizes and cluster shapes. Built with
-// a sanitizer by test_fsccl_core.py. Usage:
-//   ranks_test <clusters, such as 2,2 or 4> <seed> <rounds> [<pipeline_k> <pipeline_nelem>]
-//   ranks_test <clusters> <seed> <rounds> <algorithm>, or, over the other transport,
-//   ranks_test <clusters> <seed> <rounds> <algorithm>@mailboxes
+// Ranks as threads: every collective against a reference, over sizes and numbers of ranks per node.
+// Built with a sanitizer by test_fsccl_core.py. Usage:
+//   ranks_test <ranks per node, such as 2,2 or 4> <seed> <rounds> [<pipeline_k> <pipeline_nelem>]
+//   ranks_test <ranks per node> <seed> <rounds> <algorithm>, or, over the mailbox transport,
+//   ranks_test <ranks per node> <seed> <rounds> <algorithm>@mailboxes
 #include <atomic>
 #include <condition_variable>
 #include <cstdio>
@@ -11,34 +11,35 @@
 #include <sstream>
 #include <thread>
 
-#include "board.h"
+#include "counting_store.h"
 #include "executor.h"
-#include "mailboxes.h"
-#include "misfits.h"
-#include "sums.h"
+#include "mailbox_transport.h"
+#include "mismatched_calls.h"
+#include "reduction_checks.h"
 #include "text.h"
 
 namespace {
 
 using namespace fsccl;
 
-// What element i of rank r holds in a round: small integers, exact in every type.
+// Returns element i of rank r in a round: small integers, which are exact in every type.
 int64_t value(int rank, size_t i, int round) {
   return static_cast<int64_t>(
       (i * 7 + static_cast<size_t>(rank) * 13 + static_cast<size_t>(round)) % 23);
 }
 
-[[noreturn]] void complain(const char* op, int rank, size_t i, double found, double expected) {
-  std::fprintf(stderr, "%s: rank %d element %zu is %g, expected %g\n", op, rank, i, found,
+[[noreturn]] void fail_test(const char* op, int rank, size_t i, double actual, double expected) {
+  std::fprintf(stderr, "%s: rank %d element %zu is %g, expected %g\n", op, rank, i, actual,
                expected);
   std::_Exit(1);
 }
 
+// Runs every collective on one rank and compares the results with a reference.
 class RankTest {
  public:
   RankTest(Group& group, int n) : g_(group), r_(group.rank()), n_(n) {}
 
-  void round(size_t count, int round) {
+  void run_round(size_t count, int round) {
     count_ = count;
     round_ = round;
     root_ = round % n_;
@@ -49,14 +50,14 @@ class RankTest {
     broadcast();
     gather_scatter();
     all_to_all();
-    neighbours();
+    exchange_with_neighbours();
     g_.barrier(deadline());
     g_.monitored_barrier(deadline());
   }
 
  private:
   static Deadline deadline() { return Deadline::after(Deadline::Ms(60000)); }
-  std::vector<int32_t> mine(size_t count, int rank) const {
+  std::vector<int32_t> input_of(size_t count, int rank) const {
     std::vector<int32_t> v(count);
     for (size_t i = 0; i < count; ++i) v[i] = static_cast<int32_t>(value(rank, i, round_));
     return v;
@@ -66,9 +67,9 @@ class RankTest {
     for (int p = 0; p < n_; ++p) s += value(p, i, round_);
     return static_cast<int32_t>(s);
   }
-  void expect(const char* op, size_t i, int32_t found, int64_t expected) const {
-    if (found != expected) {
-      complain(op, r_, i, static_cast<double>(found), static_cast<double>(expected));
+  void expect(const char* op, size_t i, int32_t actual, int64_t expected) const {
+    if (actual != expected) {
+      fail_test(op, r_, i, static_cast<double>(actual), static_cast<double>(expected));
     }
   }
   static BufferLists split(std::vector<int32_t>& v, const std::vector<size_t>& counts) {
@@ -80,8 +81,8 @@ class RankTest {
     }
     return out;
   }
-  // Uneven on purpose: rank p has p more than count.
-  std::vector<size_t> uneven() const {
+  // Uneven on purpose: rank p has `count_ + p` elements.
+  std::vector<size_t> uneven_counts() const {
     std::vector<size_t> c;
     for (int p = 0; p < n_; ++p) c.push_back(count_ == 0 ? 0 : count_ + static_cast<size_t>(p));
     return c;
@@ -93,19 +94,19 @@ class RankTest {
   }
 
   void all_reduce() {
-    auto v = mine(count_, r_);
+    auto v = input_of(count_, r_);
     g_.all_reduce(v.data(), v.data(), count_, {DType::kI32, RedOp::kSum, 1, n_}, deadline());
     for (size_t i = 0; i < count_; ++i) expect("all_reduce", i, v[i], sum(i));
   }
   void reduce() {
-    auto v = mine(count_, r_);
+    auto v = input_of(count_, r_);
     std::vector<int32_t> out(count_, -1);
     g_.reduce(v.data(), out.data(), count_, {DType::kI32, RedOp::kSum, 1, n_}, root_, deadline());
     for (size_t i = 0; i < count_; ++i) expect("reduce", i, out[i], r_ == root_ ? sum(i) : -1);
   }
   void reduce_scatter() {
-    const auto counts = uneven();
-    auto v = mine(total(counts), r_);
+    const auto counts = uneven_counts();
+    auto v = input_of(total(counts), r_);
     const auto me = static_cast<size_t>(r_);
     std::vector<int32_t> out(counts[me], -1);
     g_.reduce_scatter(split(v, counts), BufferList(out.data(), out.size() * 4),
@@ -115,8 +116,8 @@ class RankTest {
     for (size_t i = 0; i < out.size(); ++i) expect("reduce_scatter", i, out[i], sum(base + i));
   }
   void all_gather() {
-    const auto counts = uneven();
-    auto v = mine(counts[static_cast<size_t>(r_)], r_);
+    const auto counts = uneven_counts();
+    auto v = input_of(counts[static_cast<size_t>(r_)], r_);
     std::vector<int32_t> out(total(counts), -1);
     g_.all_gather(BufferList(v.data(), v.size() * 4), split(out, counts), deadline());
     size_t at = 0;
@@ -127,15 +128,15 @@ class RankTest {
     }
   }
   void broadcast() {
-    auto v = mine(count_, r_);
+    auto v = input_of(count_, r_);
     g_.broadcast(BufferList(v.data(), count_ * 4), root_, deadline());
     for (size_t i = 0; i < count_; ++i) expect("broadcast", i, v[i], value(root_, i, round_));
   }
   void gather_scatter() {
-    const auto counts = uneven();
-    auto v = mine(counts[static_cast<size_t>(r_)], r_);
-    std::vector<int32_t> all(r_ == root_ ? total(counts) : 0, -1);
-    const auto parts = r_ == root_ ? split(all, counts) : BufferLists();
+    const auto counts = uneven_counts();
+    auto v = input_of(counts[static_cast<size_t>(r_)], r_);
+    std::vector<int32_t> gathered(r_ == root_ ? total(counts) : 0, -1);
+    const auto parts = r_ == root_ ? split(gathered, counts) : BufferLists();
     g_.gather(BufferList(v.data(), v.size() * 4), parts, root_, deadline());
     std::vector<int32_t> back(v.size(), -1);
     g_.scatter(parts, BufferList(back.data(), back.size() * 4), root_, deadline());
@@ -148,7 +149,7 @@ class RankTest {
       out_counts.push_back(count_ == 0 && p == root_ ? 0 : count_ + skew);
       in_counts.push_back(count_ == 0 && r_ == root_ ? 0 : count_ + skew);
     }
-    auto v = mine(total(out_counts), r_);
+    auto v = input_of(total(out_counts), r_);
     std::vector<int32_t> out(total(in_counts), -1);
     g_.all_to_all(split(v, out_counts), split(out, in_counts), deadline());
     size_t at = 0;
@@ -162,24 +163,24 @@ class RankTest {
       }
     }
   }
-  // Two tags received in the other order than sent, and one message from anyone.
-  void neighbours() {
+  // Two tags that are received in the opposite order of sending, and one receive from any source.
+  void exchange_with_neighbours() {
     if (n_ == 1) return;
     const int to = (r_ + 1) % n_, from = (r_ + n_ - 1) % n_;
-    auto v = mine(count_, r_);
+    auto v = input_of(count_, r_);
     std::vector<int32_t> a(count_, -1), b(count_, -1), c(1, -1);
-    auto one = std::vector<int32_t>{r_};
-    std::vector<RequestPtr> all;
+    auto own_rank = std::vector<int32_t>{r_};
+    std::vector<RequestPtr> requests;
     const auto bytes = count_ * 4;
-    all.push_back(g_.send(to, 1, BufferList(v.data(), bytes), deadline()));
-    all.push_back(g_.send(to, 2, BufferList(v.data(), bytes), deadline()));
-    all.push_back(g_.send(to, 3, BufferList(one.data(), 4), deadline()));
-    all.push_back(g_.recv(from, 2, BufferList(b.data(), bytes), deadline()));
-    all.push_back(g_.recv(from, 1, BufferList(a.data(), bytes), deadline()));
-    all.push_back(g_.recv(Group::kAnySource, 3, BufferList(c.data(), 4), deadline()));
-    for (const auto& r : all) g_.wait(OpCode::kRecv, r, deadline());
+    requests.push_back(g_.send(to, 1, BufferList(v.data(), bytes), deadline()));
+    requests.push_back(g_.send(to, 2, BufferList(v.data(), bytes), deadline()));
+    requests.push_back(g_.send(to, 3, BufferList(own_rank.data(), 4), deadline()));
+    requests.push_back(g_.recv(from, 2, BufferList(b.data(), bytes), deadline()));
+    requests.push_back(g_.recv(from, 1, BufferList(a.data(), bytes), deadline()));
+    requests.push_back(g_.recv(Group::kAnySource, 3, BufferList(c.data(), 4), deadline()));
+    for (const auto& r : requests) g_.wait(OpCode::kRecv, r, deadline());
     expect("recv from anyone", 0, c[0], from);
-    expect("source", 0, all.back()->peer, from);
+    expect("source", 0, requests.back()->peer, from);
     for (size_t i = 0; i < count_; ++i) {
       expect("recv tag 1", i, a[i], value(from, i, round_));
       expect("recv tag 2", i, b[i], value(from, i, round_));
@@ -192,15 +193,15 @@ class RankTest {
   int round_ = 0, root_ = 0;
 };
 
-// One rank gives up in the middle of operations; whoever waits, in whichever cluster, learns why,
-// and so does who comes later.
-void give_up(Group& group) {
-  static std::atomic<int> there{0};  // a rank may still be in the operation before
-  ++there;
-  std::thread other;
+// One rank aborts in the middle of operations. All ranks that wait, on any node, and all later
+// calls get the reason.
+void abort_during_operations(Group& group) {
+  static std::atomic<int> ranks_ready{0};  // a rank may still be in the previous operation
+  ++ranks_ready;
+  std::thread aborting_thread;
   if (group.rank() == 0) {
-    other = std::thread([&group] {
-      while (there < group.size()) std::this_thread::yield();
+    aborting_thread = std::thread([&group] {
+      while (ranks_ready < group.size()) std::this_thread::yield();
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       group.abort("rank 0 gives up");
     });
@@ -219,19 +220,19 @@ void give_up(Group& group) {
       std::_Exit(1);
     }
   }
-  if (other.joinable()) other.join();
+  if (aborting_thread.joinable()) aborting_thread.join();
 }
 
-using Network = std::shared_ptr<Device>;
+using DevicePtr = std::shared_ptr<Device>;
 
-void run_rank(Board& board, int rank, int n, const Settings& settings, const Network& network,
-              unsigned seed, int rounds) {
+void run_rank(StoreContents& contents, int rank, int n, const Settings& settings,
+              const DevicePtr& network, unsigned seed, int rounds) {
   GroupConfig config;
   config.network = network;
   config.rank = rank;
   config.size = n;
   config.settings = settings;
-  Group group(std::make_unique<BoardStore>(board), config);
+  Group group(std::make_unique<CountingStore>(contents), config);
   RankTest test(group, n);
   std::mt19937 random(seed);  // the same on all ranks
   const std::vector<size_t> fixed = {0, 1, 7, 1025, 70001};
@@ -242,7 +243,7 @@ void run_rank(Board& board, int rank, int n, const Settings& settings, const Net
       const size_t count = i < fixed.size() ? fixed[i] : random() % 60000;
       const auto job = [&test, rank, count, k] {
         try {
-          test.round(count, k);
+          test.run_round(count, k);
         } catch (const std::exception& e) {
           std::fprintf(stderr, "rank %d: %s\n", rank, e.what());
           std::_Exit(1);
@@ -252,25 +253,25 @@ void run_rank(Board& board, int rank, int n, const Settings& settings, const Net
     }
     executor.drain(std::chrono::milliseconds(60000));
   }
-  sum_alike(group, 20001);
+  check_identical_results(group, 20001);
   if (settings.algorithm != Algorithm::kAuto) {
-    sum_all_types(group, {1, 3000, 30011});
-    const std::string named = name_of(settings.algorithm);
-    int one = 1;
-    group.all_reduce(&one, &one, 1, {DType::kI32, RedOp::kMax, 1, n},
+    check_all_types(group, {1, 3000, 30011});
+    const std::string algorithm = name_of(settings.algorithm);
+    int one_element = 1;
+    group.all_reduce(&one_element, &one_element, 1, {DType::kI32, RedOp::kMax, 1, n},
                      Deadline::after(Deadline::Ms(60000)));
-    if (std::string(group.last_algorithm()).rfind(named, 0) != 0) {
-      std::fprintf(stderr, "%s is not %s\n", group.last_algorithm(), named.c_str());
+    if (std::string(group.last_algorithm()).rfind(algorithm, 0) != 0) {
+      std::fprintf(stderr, "%s is not %s\n", group.last_algorithm(), algorithm.c_str());
       std::_Exit(1);
     }
   }
-  if (n > 1) give_up(group);
+  if (n > 1) abort_during_operations(group);
   group.shutdown();
 }
 
-// All wait for the last rank and say so, before it has joined and after.
-void name_the_late(const Settings& settings, int n) {
-  Board board;
+// All ranks wait for the last one and name it, before it has joined and afterwards.
+void late_rank_is_named(const Settings& settings, int n) {
+  StoreContents contents;
   std::vector<std::unique_ptr<Group>> groups;
   std::vector<std::thread> ranks;
   const auto join = [&] {
@@ -278,46 +279,47 @@ void name_the_late(const Settings& settings, int n) {
     config.rank = static_cast<int>(groups.size());
     config.size = n;
     config.settings = settings;
-    groups.push_back(std::make_unique<Group>(std::make_unique<BoardStore>(board), config));
+    groups.push_back(std::make_unique<Group>(std::make_unique<CountingStore>(contents), config));
   };
   const auto call = [](Group& group) { group.barrier(Deadline::after(Deadline::Ms(60000))); };
-  const auto until_all_say = [&](const std::string& words) {
+  const auto wait_until_all_name = [&](const std::string& message) {
     for (int r = 0; r + 1 < n; ++r) {
-      const auto said = [&] {
-        return groups[static_cast<size_t>(r)]->awaited_name(Deadline::after(Deadline::Ms(50)));
+      const auto last_named = [&] {
+        return groups[static_cast<size_t>(r)]->awaited_rank_name(Deadline::after(Deadline::Ms(50)));
       };
-      while (said().find(words) == std::string::npos) std::this_thread::yield();
+      while (last_named().find(message) == std::string::npos) std::this_thread::yield();
     }
   };
   while (static_cast<int>(groups.size()) + 1 < n) join();
   for (const auto& g : groups) ranks.emplace_back([&call, &group = *g] { call(group); });
   const std::string last = "rank " + std::to_string(n - 1);
-  until_all_say(last);
+  wait_until_all_name(last);
   join();
-  until_all_say(last + " [");
+  wait_until_all_name(last + " [");
   call(*groups.back());
   for (auto& t : ranks) t.join();
 }
 
-// A peer of another version, whose identity may look like anything after the first line.
-void stranger(const Settings& settings) {
-  Board board;
-  board.values["rank/1"] = "99\nwho knows";
-  board.values["ranks"] = "1";
+// A peer of another version, whose identity may have any format after the first line.
+void other_version_is_refused(const Settings& settings) {
+  StoreContents contents;
+  contents.values["rank/1"] = "99\nwho knows";
+  contents.values["ranks"] = "1";
   GroupConfig config;
   config.size = 2;
   config.settings = settings;
-  config.settings.clusters.clear();
-  Group group(std::make_unique<BoardStore>(board), config);
+  config.settings.node_sizes.clear();
+  Group group(std::make_unique<CountingStore>(contents), config);
   try {
     group.barrier(Deadline::after(Deadline::Ms(30000)));
   } catch (const Error& e) {
-    const std::string said = e.what();
-    if (e.fault == Fault::kMismatch && e.rank == 1 && said.find("rank 1 [") != std::string::npos &&
-        said.find("speaks fsccl protocol 99, rank 0 [") != std::string::npos) {
+    const std::string message = e.what();
+    if (e.fault == Fault::kMismatch && e.rank == 1 &&
+        message.find("rank 1 [") != std::string::npos &&
+        message.find("speaks fsccl protocol 99, rank 0 [") != std::string::npos) {
       return;
     }
-    std::fprintf(stderr, "of a stranger: %s\n", e.what());
+    std::fprintf(stderr, "with a peer of another version: %s\n", e.what());
   }
   std::_Exit(1);
 }
@@ -327,35 +329,35 @@ void stranger(const Settings& settings) {
 int main(int argc, char** argv) {
   if (argc < 4 || argc > 6) return 2;
   Settings settings;
-  std::stringstream in(argv[1]);
+  std::stringstream sizes_text(argv[1]);
   int n = 0;
-  for (std::string one; std::getline(in, one, ',');) {
-    settings.clusters.push_back(std::atoi(one.c_str()));
-    n += settings.clusters.back();
+  for (std::string field; std::getline(sizes_text, field, ',');) {
+    settings.node_sizes.push_back(std::atoi(field.c_str()));
+    n += settings.node_sizes.back();
   }
   settings.slot_bytes = 32 << 10;  // small, so that small sizes take many steps
   settings.chunk_bytes = 48 << 10;
   settings.one_shot_bytes = 4096;
   const auto seed = static_cast<unsigned>(std::atoi(argv[2]));
-  Network network;
+  DevicePtr network;
   if (argc == 5) {
-    const std::vector<std::string> how = split(argv[4], '@');
-    settings.algorithm = algorithm_of(how[0], "algorithm");
-    if (how.size() > 1) network = std::make_shared<PostOffice>(seed);
+    const std::vector<std::string> algorithm_and_transport = split(argv[4], '@');
+    settings.algorithm = algorithm_of(algorithm_and_transport[0], "algorithm");
+    if (algorithm_and_transport.size() > 1) network = std::make_shared<MailboxNetwork>(seed);
   }
   if (argc == 6) {
     settings.pipeline_k = std::atoi(argv[4]);
     settings.pipeline_nelem = static_cast<size_t>(std::atoi(argv[5]));
-    settings.one_shot_bytes = 0;  // small sizes too
+    settings.one_shot_bytes = 0;  // use the pipeline for small sizes as well
   }
   settings.tcp.interface = "lo";
   settings.debug = std::getenv("VERBOSE") != nullptr;
-  Board board;
+  StoreContents contents;
   std::vector<std::thread> ranks;
   for (int r = 0; r < n; ++r) {
     ranks.emplace_back([&, r] {
       try {
-        run_rank(board, r, n, settings, network, seed, std::atoi(argv[3]));
+        run_rank(contents, r, n, settings, network, seed, std::atoi(argv[3]));
       } catch (const std::exception& e) {
         std::fprintf(stderr, "rank %d: %s\n", r, e.what());
         std::_Exit(1);
@@ -364,11 +366,11 @@ int main(int argc, char** argv) {
   }
   for (auto& t : ranks) t.join();
   if (argc == 5) return std::puts("ok") < 0 ? 1 : 0;
-  meet_misfits(settings, n);
-  fail_early(settings, n);
-  run_out_of_memory(settings, n);
-  name_the_late(settings, n);
-  stranger(settings);
+  expect_mismatch_errors(settings, n);
+  fail_before_first_collective(settings, n);
+  fail_to_publish_segment(settings, n);
+  late_rank_is_named(settings, n);
+  other_version_is_refused(settings);
   std::puts("ok");
   return 0;
 }

@@ -1,4 +1,4 @@
-// Transports that know each other, and a peer that is bare sockets.
+// Connected transports, and a peer made of raw sockets.
 #pragma once
 
 #include <fcntl.h>
@@ -25,19 +25,20 @@ using namespace fsccl;
 
 constexpr uint64_t kTag = Transport::kCollectiveTag | 7, kUserTag = 9;
 
-[[noreturn]] void complain(const std::string& what) {
-  std::fprintf(stderr, "%s\n", what.c_str());
+[[noreturn]] void fail_test(const std::string& message) {
+  std::fprintf(stderr, "%s\n", message.c_str());
   std::_Exit(1);
 }
 
-void expect(bool right, const std::string& what) {
-  if (!right) complain(what);
+void expect(bool condition, const std::string& message) {
+  if (!condition) fail_test(message);
 }
 
-Deadline patience() { return Deadline::after(Deadline::Ms(60000)); }
+Deadline test_deadline() { return Deadline::after(Deadline::Ms(60000)); }
 
-// Transports that know each other, over TCP, as between hosts, each with a device of its own.
-inline std::vector<std::unique_ptr<Transport>> meet(
+// Transports that are connected to each other over TCP, as between hosts, each with a device of its
+// own.
+inline std::vector<std::unique_ptr<Transport>> connect_transports(
     const std::vector<std::shared_ptr<TcpDevice>>& devices) {
   const int ranks = static_cast<int>(devices.size());
   Peers peers;
@@ -46,24 +47,25 @@ inline std::vector<std::unique_ptr<Transport>> meet(
     out.push_back(devices[static_cast<size_t>(r)]->open());
     peers.addresses.push_back(out.back()->address());
     peers.names.push_back("rank " + std::to_string(r));
-    peers.near.push_back(false);
+    peers.same_host.push_back(false);
   }
-  for (; peers.rank < ranks; ++peers.rank) out[static_cast<size_t>(peers.rank)]->meet(peers);
+  for (; peers.rank < ranks; ++peers.rank) out[static_cast<size_t>(peers.rank)]->set_peers(peers);
   return out;
 }
 
-inline std::vector<std::shared_ptr<TcpDevice>> devices(int ranks, TcpOptions options) {
+inline std::vector<std::shared_ptr<TcpDevice>> make_devices(int ranks, TcpOptions options) {
   options.interface = "lo";
   std::vector<std::shared_ptr<TcpDevice>> out;
   for (int r = 0; r < ranks; ++r) out.push_back(std::make_shared<TcpDevice>(options));
   return out;
 }
 
-inline std::vector<std::unique_ptr<Transport>> meet(int ranks, int buffer_bytes, int connections) {
+inline std::vector<std::unique_ptr<Transport>> connect_transports(int ranks, int buffer_bytes,
+                                                                  int connections) {
   TcpOptions options;
   options.buffer_bytes = buffer_bytes;
   options.connections = connections;
-  return meet(devices(ranks, options));
+  return connect_transports(make_devices(ranks, options));
 }
 
 using Bytes = std::vector<unsigned char>;
@@ -76,8 +78,8 @@ Bytes pattern(size_t n, unsigned seed) {
 
 BufferList all_of(const Bytes& b) { return {b.data(), b.size()}; }
 
-inline void on_each(std::vector<std::unique_ptr<Transport>>& ranks,
-             const std::function<void(Transport&, int)>& call) {
+inline void run_on_each_rank(std::vector<std::unique_ptr<Transport>>& ranks,
+                             const std::function<void(Transport&, int)>& call) {
   std::vector<std::thread> threads;
   for (size_t r = 0; r < ranks.size(); ++r) {
     threads.emplace_back([&call, &m = *ranks[r], r] { call(m, static_cast<int>(r)); });
@@ -85,64 +87,66 @@ inline void on_each(std::vector<std::unique_ptr<Transport>>& ranks,
   for (auto& t : threads) t.join();
 }
 
-// Rank 1 of two as bare sockets, so that it can stop in the middle of a body. The buffers hold a
-// small part of it: what has gone through beyond them has been copied by the transport.
-class Stranger {
+// Rank 1 of two as raw sockets, so that it can send anything, or stop in the middle of a body. The
+// socket buffers hold a small part of a body: anything beyond them was copied by the transport.
+class RawPeer {
  public:
-  static constexpr size_t kBody = 12 << 20, kPart = 8 << 20;
+  static constexpr size_t kBody = 12 << 20, kPartialBody = 8 << 20;
 
-  explicit Stranger(std::chrono::milliseconds user_timeout = std::chrono::seconds(1)) {
+  explicit RawPeer(std::chrono::milliseconds user_timeout = std::chrono::seconds(1)) {
     options_.interface = "lo";
     options_.buffer_bytes = 128 << 10;
     options_.connections = 1;
     options_.user_timeout = user_timeout;
-    options_.hello_time = std::chrono::milliseconds(500);
-    options_.kept_bytes = 1 << 20;
+    options_.hello_timeout = std::chrono::milliseconds(500);
+    options_.buffered_bytes = 1 << 20;
     transport = std::make_shared<TcpDevice>(options_)->open();
-    Listener own = std::move(listen_tcp(options_)[0]);
-    listener_ = std::move(own.fd);
+    Listener listener = std::move(listen_tcp(options_)[0]);
+    listener_ = std::move(listener.fd);
     Peers peers;
-    peers.addresses = {transport->address(), "99 unix:nowhere " + own.address};
+    peers.addresses = {transport->address(), "99 unix:nowhere " + listener.address};
     peers.names = {"rank 0", "rank 1"};
-    peers.near = {false, false};
+    peers.same_host = {false, false};
     peers.key = kKey;
-    const std::vector<std::string> address = split(transport->address(), ' ');
-    if (!read_number(address[0], &token) || address.size() != 3) complain("no address");
-    address_ = address[2];
-    transport->meet(peers);
+    const std::vector<std::string> address_fields = split(transport->address(), ' ');
+    if (!read_number(address_fields[0], &token) || address_fields.size() != 3)
+      fail_test("no address");
+    address_ = address_fields[2];
+    transport->set_peers(peers);
     transport->listen();
   }
-  // The connection on which the transport sends, and that on which it receives.
+  // Accepts the connection on which the transport sends. connect() opens the one on which it
+  // receives.
   Fd accept() {
     pollfd p{listener_.get(), POLLIN, 0};
     while (poll(&p, 1, -1) < 1) {
     }
     Fd fd = accept_from(listener_.get(), options_);
-    take_turns(fd);
-    const auto hello = read_all<Frame>(fd);
-    lines()[fd.get()] = {key_of_connection(kKey, hello), 1};
-    const bool right = hello.mac == mac_of(lines()[fd.get()].key, hello, 0);
-    expect(hello.kind == FrameKind::kHello && right, "no hello");
+    make_blocking(fd);
+    const auto hello = read_struct<Frame>(fd);
+    connection_keys()[fd.get()] = {key_of_connection(kKey, hello), 1};
+    const bool condition = hello.mac == mac_of(connection_keys()[fd.get()].key, hello, 0);
+    expect(hello.kind == FrameKind::kHello && condition, "no hello");
     return fd;
   }
-  Fd knock() {
+  Fd connect_without_hello() {
     Fd fd = connect_to(address_, options_);
-    take_turns(fd);
+    make_blocking(fd);
     return fd;
   }
-  // `key` is the group's; the hello is left in `said`.
+  // `key` is that of the group. The hello is stored in `last_hello`.
   Fd connect() { return connect(token, kKey); }
   Fd connect(uint64_t to, const Key& key, uint64_t index = 0, uint64_t rank = 1) {
-    Fd fd = knock();
-    said = Frame();
-    said.tag = to;
-    said.message = rank;
-    said.offset = index;
-    said.flags = kProtocolVersion;
-    said.total = random_number();
-    lines()[fd.get()] = {key_of_connection(key, said), 0};
-    said.mac = mac_of(lines()[fd.get()].key, said, 0);
-    write_header(fd, said);
+    Fd fd = connect_without_hello();
+    last_hello = Frame();
+    last_hello.tag = to;
+    last_hello.message = rank;
+    last_hello.offset = index;
+    last_hello.flags = kProtocolVersion;
+    last_hello.total = random_number();
+    connection_keys()[fd.get()] = {key_of_connection(key, last_hello), 0};
+    last_hello.mac = mac_of(connection_keys()[fd.get()].key, last_hello, 0);
+    write_header(fd, last_hello);
     return fd;
   }
   static Frame message() {
@@ -154,17 +158,17 @@ class Stranger {
   }
   static void write_all(const Fd& fd, const void* data, size_t n) {
     for (const auto* at = static_cast<const char*>(data); n > 0;) {
-      const ssize_t done = send(fd.get(), at, n, MSG_NOSIGNAL);
-      if (done <= 0) complain("cannot write");
-      at += done;
-      n -= static_cast<size_t>(done);
+      const ssize_t count = send(fd.get(), at, n, MSG_NOSIGNAL);
+      if (count <= 0) fail_test("cannot write");
+      at += count;
+      n -= static_cast<size_t>(count);
     }
   }
-  // The next frame on this connection.
+  // Returns the code of the next frame on this connection.
   static uint64_t sign(const Fd& fd, const Frame& header) {
-    Line& line = lines().at(fd.get());
-    const uint64_t mac = mac_of(line.key, header, line.next);
-    line.next += 2;
+    ConnectionKey& connection_key = connection_keys().at(fd.get());
+    const uint64_t mac = mac_of(connection_key.key, header, connection_key.next_number);
+    connection_key.next_number += 2;
     return mac;
   }
   static void write_header(const Fd& fd, Frame header) {
@@ -177,57 +181,59 @@ class Stranger {
     write_all(fd, body.data(), body.size());
     write_all(fd, &seal, sizeof seal);
   }
-  static void skip(const Fd& fd, size_t n) {
-    for (Bytes part(64 << 10); n > 0;) {
-      const ssize_t done = read(fd.get(), part.data(), std::min(n, part.size()));
-      if (done <= 0) complain("cannot read");
-      n -= static_cast<size_t>(done);
+  static void discard_bytes(const Fd& fd, size_t n) {
+    for (Bytes buffer(64 << 10); n > 0;) {
+      const ssize_t count = read(fd.get(), buffer.data(), std::min(n, buffer.size()));
+      if (count <= 0) fail_test("cannot read");
+      n -= static_cast<size_t>(count);
     }
   }
   template <class T>
-  static T read_all(const Fd& fd) {
+  static T read_struct(const Fd& fd) {
     T out;
-    if (recv(fd.get(), &out, sizeof out, MSG_WAITALL) != sizeof out) complain("cannot read all");
+    if (recv(fd.get(), &out, sizeof out, MSG_WAITALL) != sizeof out) fail_test("cannot read all");
     return out;
   }
 
   std::unique_ptr<Transport> transport;
   uint64_t token = 0;
-  Frame said;
+  Frame last_hello;
   static constexpr Key kKey{1, 2};
 
  private:
-  struct Line {
+  // Key and frame counter of a connection of a RawPeer.
+  struct ConnectionKey {
     Key key;
-    uint64_t next;  // number of a frame
+    uint64_t next_number;  // of a frame
   };
-  static std::map<int, Line>& lines() {  // by descriptor
-    static std::map<int, Line> all;
-    return all;
+  static std::map<int, ConnectionKey>& connection_keys() {  // by descriptor
+    static std::map<int, ConnectionKey> keys;
+    return keys;
   }
-  static void take_turns(const Fd& fd) { fcntl(fd.get(), F_SETFL, 0); }  // it may block
+  static void make_blocking(const Fd& fd) { fcntl(fd.get(), F_SETFL, 0); }  // it may block
 
   TcpOptions options_;
   Fd listener_;
   std::string address_;
 };
 
-// What a request failed with. Its memory is the caller's again.
-inline Error failure_of(Transport& m, const RequestPtr& request, Bytes* memory) {
+// Waits for a request that must fail, and returns its error. Its memory belongs to the caller
+// again.
+inline Error expect_failure(Transport& m, const RequestPtr& request, Bytes* memory) {
   try {
-    m.wait(request, patience(), nullptr);
+    m.wait(request, test_deadline(), nullptr);
   } catch (const Error& e) {
     std::fill(memory->begin(), memory->end(), 1);
     return e;
   }
-  complain("a request that cannot be done is");
+  fail_test("a request that must fail has succeeded");
 }
 
 }  // namespace
 
-// Says which part it was that failed.
-#define PART(call)                     \
-  do {                                 \
+// Prints the name of a case, so that the output shows which one failed.
+#define RUN_CASE(call)                   \
+  do {                                   \
     std::fprintf(stderr, "%s\n", #call); \
-    call;                              \
+    call;                                \
   } while (false)

@@ -1,5 +1,5 @@
-// The engine over a device that is a CPU: ranks as threads, each with an engine of its own over
-// memory that all share.
+// Tests of the engine over a device that is a CPU: ranks are threads, each with an engine of its
+// own over memory that all share.
 #include "host_device.h"
 
 using namespace fsccl;
@@ -7,19 +7,19 @@ using namespace fsccl::nvlink;
 
 namespace {
 
-void sizes_take_the_algorithms_of_the_table() {
+void table_selects_algorithms_by_size() {
   constexpr int kRanks = 3;
-  Meeting meeting(kRanks);
+  TextExchange peers(kRanks);
   std::vector<Log> logs(kRanks);
   each_rank(kRanks, [&](int rank) {
     Engine::Options options = small();
-    options.tables[kRanks] = Table::parse(rank > 0 ? "all_reduce ordinary 1 other 0 0\n"
+    options.tables[kRanks] = TuningTable::parse(rank > 0 ? "all_reduce ordinary 1 other 0 0\n"
                                           : "all_reduce ordinary 4096 flagged 0 0\n"
                                             "all_reduce ordinary 65536 two_shot 0 0\n"
                                             "all_reduce ordinary 200000 staged 2 64\n"
                                             "all_reduce ordinary 200001 other 0 0\n");
     Engine engine(std::make_unique<HostDevice>(&logs[rank]), options);
-    const auto c = join(engine, meeting, rank, kRanks);
+    const auto c = join(engine, peers, rank, kRanks);
     std::vector<float> memory(1 << 16);
     EXPECT(all_reduce(*c, rank, kRanks, memory, 3));
     EXPECT(all_reduce(*c, rank, kRanks, memory, 16000));
@@ -32,11 +32,11 @@ void sizes_take_the_algorithms_of_the_table() {
     large.reduction = {DType::kF32, RedOp::kBand, 1, 1};
     large.bytes = 8;
     EXPECT(!c->run(large));
-    const Shape wide{Algorithm::kStaged, 0, 0};
+    const KernelShape wide{Algorithm::kStaged, 0, 0};
     large.reduction.op = RedOp::kMax;
     large.bytes = 200004;
     EXPECT(c->run(large, &wide));
-    meeting.exchange(rank, "");
+    peers.exchange(rank, "");
   });
   const std::vector<std::string> expected = {"reduce_flagged_f32_4", "all_reduce_lines_f32_4",
                                              "all_reduce_staged_f32_4", "reduce_flagged_f32_4",
@@ -46,17 +46,17 @@ void sizes_take_the_algorithms_of_the_table() {
 
 void many_groups_share_the_heap() {
   constexpr int kRanks = 2, kGroups = 17;
-  Meeting meeting(kRanks);
+  TextExchange peers(kRanks);
   std::vector<Log> logs(kRanks);
   each_rank(kRanks, [&](int rank) {
     Engine::Options options = small();
-    options.tables[kRanks] = Table::parse("all_reduce ordinary 4096 flagged 0 0\n"
+    options.tables[kRanks] = TuningTable::parse("all_reduce ordinary 4096 flagged 0 0\n"
                                           "all_reduce ordinary 4097 staged 0 0\n");
     Engine engine(std::make_unique<HostDevice>(&logs[rank]), options);
     std::vector<std::unique_ptr<Communicator>> groups;
     std::vector<float> memory(20000);
     for (int g = 0; g < kGroups; ++g) {
-      groups.push_back(join(engine, meeting, rank, kRanks));
+      groups.push_back(join(engine, peers, rank, kRanks));
       EXPECT(all_reduce(*groups.back(), rank, kRanks, memory, 1 + g));
     }
     EXPECT(logs[rank].allocations == 1 + 3);  // eight arenas, then four at a time
@@ -65,75 +65,75 @@ void many_groups_share_the_heap() {
       const int g = turn * 7 % kGroups;
       EXPECT(all_reduce(*groups[g], rank, kRanks, memory, turn % 3 == 0 ? 20000 : 100));
     }
-    // What is left behind in an arena does not disturb its next group.
+    // Data left in an arena does not disturb its next group.
     groups.clear();
     EXPECT(logs[rank].clears == 0);
     for (int g = 0; g < kGroups; ++g) {
-      groups.push_back(join(engine, meeting, rank, kRanks));
+      groups.push_back(join(engine, peers, rank, kRanks));
       EXPECT(all_reduce(*groups.back(), rank, kRanks, memory, g % 2 == 0 ? 20000 : 9));
     }
     EXPECT(logs[rank].allocations == 1 + 3);
     EXPECT(logs[rank].clears > 0);
-    meeting.exchange(rank, "");
+    peers.exchange(rank, "");
   });
 }
 
-// Where it is the first group, of large slots, and where it is one of many.
-void ranks_meet_in_slots_of_unlike_sizes() {
+// The group is the first one on one rank, with large slots, and one of many on the other.
+void ranks_agree_on_the_smallest_slots() {
   constexpr int kRanks = 2;
-  Meeting meeting(kRanks);
+  TextExchange peers(kRanks);
   std::vector<Log> logs(kRanks);
   each_rank(kRanks, [&](int rank) {
     Engine::Options options = small();
-    options.tables[kRanks] = Table::parse("all_reduce ordinary 1 staged 0 0\n");
+    options.tables[kRanks] = TuningTable::parse("all_reduce ordinary 1 staged 0 0\n");
     Engine engine(std::make_unique<HostDevice>(&logs[rank]), options);
     std::vector<std::unique_ptr<Communicator>> others;
     for (int g = 0; rank == 1 && g < 9; ++g) {
       others.push_back(std::make_unique<Communicator>(engine, rank, kRanks, 0));
     }
-    const auto c = join(engine, meeting, rank, kRanks);
+    const auto c = join(engine, peers, rank, kRanks);
     std::vector<float> memory(30000);
     EXPECT(all_reduce(*c, rank, kRanks, memory, 30000));
     EXPECT(logs[rank].kernels.back() == "all_reduce_staged_f32_2");
-    meeting.exchange(rank, "");
+    peers.exchange(rank, "");
   });
 }
 
-void no_kernel_has_more_blocks_than_any_rank_allows() {
+void grids_respect_the_limit_of_every_rank() {
   constexpr int kRanks = 3;
-  Meeting meeting(kRanks);
+  TextExchange peers(kRanks);
   std::vector<Log> logs(kRanks);
   each_rank(kRanks, [&](int rank) {
     Engine::Options options = small();
-    options.tables[kRanks] = Table::parse("all_reduce ordinary 4096 flagged 0 64\n"
+    options.tables[kRanks] = TuningTable::parse("all_reduce ordinary 4096 flagged 0 64\n"
                                           "all_reduce ordinary 30000 lines 0 64\n"
                                           "all_reduce ordinary 60000 staged 16 64\n"
                                           "all_reduce ordinary 60001 staged 0 64\n");
-    if (rank == 1) options.most_blocks = 5;
+    if (rank == 1) options.max_blocks = 5;
     Engine engine(std::make_unique<HostDevice>(&logs[rank]), options);
-    const auto c = join(engine, meeting, rank, kRanks);
+    const auto c = join(engine, peers, rank, kRanks);
     std::vector<float> memory(1 << 16);
     for (const size_t count : {1000, 7000, 14000, 60000}) {
       EXPECT(all_reduce(*c, rank, kRanks, memory, count));
     }
-    meeting.exchange(rank, "");
+    peers.exchange(rank, "");
   });
   for (const Log& log : logs) EXPECT((log.blocks == std::vector<u32>{5, 5, 5, 5}));
 }
 
 void registered_memory_is_used_directly() {
   constexpr int kRanks = 4;
-  Meeting meeting(kRanks);
+  TextExchange peers(kRanks);
   std::vector<Log> logs(kRanks);
   std::vector<std::vector<Vec>> memory(kRanks, std::vector<Vec>(4096));
   each_rank(kRanks, [&](int rank) {
     Engine::Options options = small();
-    options.tables[kRanks] = Table::parse("all_gather ordinary 1 staged 1 32\n"
+    options.tables[kRanks] = TuningTable::parse("all_gather ordinary 1 staged 1 32\n"
                                  "all_gather registered 1 direct 2 32\n");
     Engine engine(std::make_unique<HostDevice>(&logs[rank]), options);
-    const auto c = join(engine, meeting, rank, kRanks);
+    const auto c = join(engine, peers, rank, kRanks);
     auto* const at = reinterpret_cast<char*>(memory[rank].data());
-    c->connect_memory(at, 65536, meeting.exchange(rank, c->memory_card(at, 65536)));
+    c->connect_memory(at, 65536, peers.exchange(rank, c->memory_handle(at, 65536)));
     std::vector<u32> own(1000, static_cast<u32>(rank + 1));
     Call call;
     call.collective = Collective::kAllGather;
@@ -154,15 +154,15 @@ void registered_memory_is_used_directly() {
     call.out = elsewhere.data();
     EXPECT(c->run(call));
     call.out = at + 160;
-    c->forget_memory(at + 16);
+    c->disconnect_memory(at + 16);
     EXPECT(logs[rank].closes == 0);
-    c->forget_memory(at);
+    c->disconnect_memory(at);
     EXPECT(logs[rank].closes == kRanks - 1);
     EXPECT(c->run(call));
-    EXPECT(c->memory_card(at, 16) != "");
-    EXPECT(error_of([&] { c->memory_card(at + 8, 16); }).find("multiple of 16") !=
+    EXPECT(c->memory_handle(at, 16) != "");
+    EXPECT(error_of([&] { c->memory_handle(at + 8, 16); }).find("multiple of 16") !=
            std::string::npos);
-    meeting.exchange(rank, "");
+    peers.exchange(rank, "");
   });
   for (const Log& log : logs) {
     EXPECT((log.kernels ==
@@ -171,24 +171,24 @@ void registered_memory_is_used_directly() {
 }
 
 void another_stream_is_ordered_after_the_last() {
-  Meeting meeting(2);
+  TextExchange peers(2);
   std::vector<Log> logs(2);
   each_rank(2, [&](int rank) {
     Engine engine(std::make_unique<HostDevice>(&logs[rank]), small());
-    const auto c = join(engine, meeting, rank, 2);
+    const auto c = join(engine, peers, rank, 2);
     std::vector<float> memory(8);
     int first = 0, second = 0;
     for (int* stream : {&first, &first, &second, &second, &first}) {
       EXPECT(all_reduce(*c, rank, 2, memory, 8, stream));
     }
     EXPECT(logs[rank].orders == 2);
-    meeting.exchange(rank, "");
+    peers.exchange(rank, "");
   });
 }
 
-// Memory that all ranks reach, where their GPUs do not reach each other.
-struct Lent : Communicator::Lent {
-  explicit Lent(int ranks) : Communicator::Lent{{}, 32, 4096} {
+// Arenas in memory that all ranks reach, although their GPUs do not reach each other.
+struct BorrowedArenas : Communicator::BorrowedArenas {
+  explicit BorrowedArenas(int ranks) : Communicator::BorrowedArenas{{}, 32, 4096} {
     const u64 each = arena_bytes(channels, slot_bytes);
     memory.resize(each * ranks / sizeof(Packet));
     char* const first = reinterpret_cast<char*>(memory.data());
@@ -197,15 +197,15 @@ struct Lent : Communicator::Lent {
   std::vector<Packet> memory;
 };
 
-void messages_cross_lent_memory() {
+void borrowed_arenas_carry_messages() {
   for (const int ranks : {2, 5, 8}) {
-    Meeting meeting(ranks);
-    Lent lent(ranks);
+    TextExchange peers(ranks);
+    BorrowedArenas borrowed(ranks);
     std::vector<Log> logs(ranks);
     each_rank(ranks, [&](int rank) {
       Engine engine(std::make_unique<HostDevice>(&logs[rank]), small());
       {
-        Communicator c(engine, rank, 0, lent);
+        Communicator c(engine, rank, 0, borrowed);
         std::vector<float> memory(1 << 16);
         for (const size_t count : {1, 7, 256, 40000, 4096, 3}) {
           EXPECT(all_reduce(c, rank, ranks, memory, count));
@@ -223,14 +223,14 @@ void messages_cross_lent_memory() {
         call.out = own.data();
         EXPECT(c.run(call));
         EXPECT(own[2] == static_cast<float>(rank * ranks));
-        EXPECT(c.takes(call));
+        EXPECT(c.supports(call));
         call.collective = Collective::kBroadcast;
         call.root = ranks - 1;
         call.in = call.out = parts.data();
         parts[0] = static_cast<float>(rank);
         EXPECT(c.run(call));
         EXPECT(parts[0] == static_cast<float>(ranks - 1));
-        meeting.exchange(rank, "");
+        peers.exchange(rank, "");
       }
       EXPECT(logs[rank].allocations == 0);
     });
@@ -244,7 +244,7 @@ void messages_cross_lent_memory() {
 
 void kernels_are_found_in_their_units() {
   const auto unit = [](Collective c, Algorithm a, DType t, int ranks) {
-    return unit_of(plan(c, {a, 0, 0}, t, 1 << 14, ranks).kernel);
+    return unit_of(plan_kernel(c, {a, 0, 0}, t, 1 << 14, ranks).kernel);
   };
   for (const int ranks : {2, 3, 8}) {
     for (const Algorithm a :
@@ -260,13 +260,13 @@ void kernels_are_found_in_their_units() {
 }  // namespace
 
 int main() {
-  sizes_take_the_algorithms_of_the_table();
+  table_selects_algorithms_by_size();
   many_groups_share_the_heap();
-  ranks_meet_in_slots_of_unlike_sizes();
-  no_kernel_has_more_blocks_than_any_rank_allows();
+  ranks_agree_on_the_smallest_slots();
+  grids_respect_the_limit_of_every_rank();
   registered_memory_is_used_directly();
   another_stream_is_ordered_after_the_last();
-  messages_cross_lent_memory();
+  borrowed_arenas_carry_messages();
   kernels_are_found_in_their_units();
   if (failures == 0) puts("ok");
   return failures == 0 ? 0 : 1;

@@ -1,6 +1,7 @@
-// A thread of a CUDA block, played by a thread of the operating system or by a fiber: the same
-// kernels, with flags and packets as atomics of the orders the GPU's instructions have, and all
-// else as plain memory, so that ThreadSanitizer sees what the protocol does not order.
+// A thread of a CUDA block on the CPU, run by a thread of the operating system or by a fiber: the
+// same kernels, with flags and packets as atomics of the memory orders of the GPU's instructions,
+// and all other data as plain memory, so that ThreadSanitizer detects accesses that the protocol
+// does not order.
 #pragma once
 
 #include <sched.h>
@@ -18,7 +19,7 @@
 namespace fsccl {
 namespace nvlink {
 
-// Called between any two accesses; `spins` when nothing can be done but to wait.
+// Called between any two accesses; `spins` when the thread can only wait.
 struct Scheduler {
   virtual ~Scheduler() = default;
   virtual void point(bool spins) = 0;
@@ -29,18 +30,18 @@ class Barrier {
   explicit Barrier(u32 size) : size_(size) {}
   void wait(Scheduler& scheduler) {
     const u32 turn = turn_.load(std::memory_order_acquire);
-    if (came_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-      came_.store(0, std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+      arrived_.store(0, std::memory_order_relaxed);
       turn_.store(turn + 1, std::memory_order_release);
       return;
     }
     while (turn_.load(std::memory_order_acquire) == turn) scheduler.point(true);
   }
-  std::atomic<bool> said{false};  // any thread gave up waiting: nothing is right after that
+  std::atomic<bool> disjunction{false};  // of any(); a thread gave up waiting: it stays true
 
  private:
   const u32 size_;
-  std::atomic<u32> came_{0}, turn_{0};
+  std::atomic<u32> arrived_{0}, turn_{0};
 };
 
 class HostBlock {
@@ -57,14 +58,14 @@ class HostBlock {
   u32 threads() const { return place_.threads; }
   u32 channel() const { return place_.channel; }
   u32 channels() const { return place_.channels; }
-  void follow() {}  // a launch begins when the one before has ended
+  void wait_previous_kernel() {}  // a launch begins when the one before has ended
   void sync() { barrier_->wait(*scheduler_); }
   bool any(bool mine) {
-    if (mine) barrier_->said.store(true, std::memory_order_relaxed);
+    if (mine) barrier_->disjunction.store(true, std::memory_order_relaxed);
     sync();
-    return barrier_->said.load(std::memory_order_relaxed);
+    return barrier_->disjunction.load(std::memory_order_relaxed);
   }
-  void fence() {  // what ThreadSanitizer understands
+  void fence() {  // a fence that ThreadSanitizer supports
     static std::atomic<u32> word{0};
     word.fetch_add(1, std::memory_order_seq_cst);
   }
@@ -85,11 +86,11 @@ class HostBlock {
     memcpy(to, &value, sizeof value);
   }
 
-  void post(u32* flag, u32 step) {
+  void post_flag(u32* flag, u32 step) {
     scheduler_->point(false);
     atomic(flag)->store(step, std::memory_order_release);
   }
-  u32 seen(const u32* flag) {
+  u32 load_flag(const u32* flag) {
     scheduler_->point(false);
     return atomic(flag)->load(std::memory_order_acquire) + eager;
   }
@@ -107,8 +108,8 @@ class HostBlock {
     scheduler_->point(false);
     *low = atomic(&from->low)->load(std::memory_order_relaxed);
   }
-  // One thread plays a warp. A line that has its flag is there: that is what GPUs are taken to keep,
-  // and all of it that anything may rely on.
+  // One thread stands for a warp. A line whose flag has arrived has arrived whole: the protocol
+  // assumes that of GPUs, and nothing else.
   struct Share {
     u64 word[kBundleWords];
   };
@@ -134,14 +135,14 @@ class HostBlock {
   }
   u32 warp_or(u32 bits) { return bits; }
 
-  u32 peek(const u32* word) { return atomic(word)->load(std::memory_order_relaxed); }
-  void poke(u32* word, u32 value) { atomic(word)->store(value, std::memory_order_relaxed); }
+  u32 load_host(const u32* word) { return atomic(word)->load(std::memory_order_relaxed); }
+  void store_host(u32* word, u32 value) { atomic(word)->store(value, std::memory_order_relaxed); }
   u64 nanoseconds() {
     return static_cast<u64>(std::chrono::steady_clock::now().time_since_epoch().count());
   }
 
-  // Break the protocol on purpose: flags are taken for so many steps later than they are, and lines
-  // arrive with their flags first.
+  // Break the protocol on purpose: flags are read as set so many steps too early, and lines arrive
+  // with their flags first.
   static inline u32 eager = 0;
   static inline bool torn = false;
 
@@ -167,7 +168,7 @@ class HostBlock {
   Scheduler* scheduler_;
 };
 
-using Kernel = void (*)(HostBlock&, const Args&);
+using Kernel = void (*)(HostBlock&, const KernelArgs&);
 
 // Entries of a table of kernels by name.
 using Kernels = std::map<std::string, Kernel>;

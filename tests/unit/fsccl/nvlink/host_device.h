@@ -1,5 +1,5 @@
 // A device that is a CPU, whose launches run their blocks one after the other, each as one thread;
-// and ranks as threads, which meet and expect things.
+// and ranks as threads.
 #pragma once
 
 #include <condition_variable>
@@ -40,56 +40,57 @@ struct Yielding : Scheduler {
   }
 };
 
-// What a device did, for tests to look at.
+// Calls of a device, for tests to check.
 struct Log {
   std::vector<std::string> kernels;
   std::vector<u32> blocks;  // of each
   int allocations = 0, clears = 0, orders = 0, closes = 0;
-  std::function<void()> again;  // the last launch, as a replayed graph makes it
+  std::function<void()> replay;  // repeats the last launch, as a replayed graph does
 };
 
 class HostDevice : public Device {
  public:
   explicit HostDevice(Log* log) : log_(log) {}
   ~HostDevice() override {
-    for (void* at : all_) free(at);
+    for (void* at : allocations_) free(at);
   }
   std::string identity() override { return "cpu"; }
-  bool linked(const std::string&) override { return !apart; }
-  bool apart = false;  // from all others
-  bool own(const std::string&) override { return !stranger; }
-  bool stranger = false;  // takes the others for processes of their own
+  bool has_nvlink_to(const std::string&) override { return !unlinked; }
+  bool unlinked = false;  // no GPU is linked to this one
+  bool is_own_memory(const std::string&) override { return !foreign; }
+  bool foreign = false;  // memory of other ranks is that of other processes
   char* allocate(u64 bytes) override {
     ++log_->allocations;
-    all_.push_back(calloc(1, bytes + 256));
-    return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(all_.back()) + 255) / 256 * 256);
+    allocations_.push_back(calloc(1, bytes + 256));
+    const auto address = reinterpret_cast<uintptr_t>(allocations_.back());
+    return reinterpret_cast<char*>((address + 255) / 256 * 256);
   }
   void clear(char* at, u64 bytes, const Stream*) override {
     ++log_->clears;
     memset(at, 0, bytes);
   }
-  std::string share(const char* at, u64* offset) override {
+  std::string export_memory(const char* at, u64* offset) override {
     *offset = 64;
     return std::to_string(reinterpret_cast<uintptr_t>(at) - 64);
   }
-  char* open(const std::string& shared) override {
+  char* import_memory(const std::string& shared) override {
     return reinterpret_cast<char*>(std::stoull(shared));
   }
-  void close(const std::string&) override { ++log_->closes; }
-  char* host_memory(u64 bytes) override {
-    all_.push_back(calloc(1, bytes));
-    return static_cast<char*>(all_.back());
+  void release_memory(const std::string&) override { ++log_->closes; }
+  char* allocate_host(u64 bytes) override {
+    allocations_.push_back(calloc(1, bytes));
+    return static_cast<char*>(allocations_.back());
   }
-  Function function(const std::string& name) override {
+  Function find_kernel(const std::string& name) override {
     const auto found = kKernels.find(name);
     if (found == kKernels.end()) return nullptr;
     return const_cast<void*>(static_cast<const void*>(&*found));
   }
-  void launch(Function f, u32 blocks, u32, const Args& args, Stream, bool) override {
+  void launch(Function f, u32 blocks, u32, const KernelArgs& args, Stream, bool) override {
     const auto& kernel = *static_cast<const std::pair<const std::string, Kernel>*>(f);
     log_->kernels.push_back(kernel.first);
     log_->blocks.push_back(blocks);
-    log_->again = [&kernel, blocks, args] {
+    log_->replay = [&kernel, blocks, args] {
       for (u32 c = 0; c < blocks; ++c) {
         Barrier alone(1);
         Yielding scheduler;
@@ -97,27 +98,27 @@ class HostDevice : public Device {
         kernel.second(block, args);
       }
     };
-    log_->again();
+    log_->replay();
   }
-  void order(Stream, Stream) override { ++log_->orders; }
-  bool idle(Stream) override { return true; }  // a launch returns when all is done
+  void order_streams(Stream, Stream) override { ++log_->orders; }
+  bool is_idle(Stream) override { return true; }  // a launch returns when its kernel has ended
 
  private:
   Log* const log_;
-  std::vector<void*> all_;
+  std::vector<void*> allocations_;
 };
 
-// Where ranks exchange their cards: everyone gives one and gets all.
-class Meeting {
+// All-gather of one text per rank.
+class TextExchange {
  public:
-  explicit Meeting(int ranks) : cards_(static_cast<size_t>(ranks)) {}
+  explicit TextExchange(int ranks) : texts_(static_cast<size_t>(ranks)) {}
   std::vector<std::string> exchange(int rank, const std::string& card) {
     std::unique_lock<std::mutex> hold(mutex_);
     const int turn = turn_;
-    cards_[static_cast<size_t>(rank)] = card;
-    if (++came_ == static_cast<int>(cards_.size())) {
-      out_ = cards_;
-      came_ = 0;
+    texts_[static_cast<size_t>(rank)] = card;
+    if (++arrived_ == static_cast<int>(texts_.size())) {
+      out_ = texts_;
+      arrived_ = 0;
       ++turn_;
       changed_.notify_all();
     }
@@ -128,8 +129,8 @@ class Meeting {
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<std::string> cards_, out_;
-  int came_ = 0, turn_ = 0;
+  std::vector<std::string> texts_, out_;
+  int arrived_ = 0, turn_ = 0;
 };
 
 inline void each_rank(int ranks, const std::function<void(int)>& body) {
@@ -138,21 +139,21 @@ inline void each_rank(int ranks, const std::function<void(int)>& body) {
   for (auto& t : threads) t.join();
 }
 
-inline std::unique_ptr<Communicator> join(Engine& engine, Meeting& meeting, int rank,
+inline std::unique_ptr<Communicator> join(Engine& engine, TextExchange& peers, int rank,
                                           int ranks, u64 timeout_ns = 0) {
   auto out = std::make_unique<Communicator>(engine, rank, ranks, timeout_ns);
-  out->connect(meeting.exchange(rank, out->card()));
+  out->connect(peers.exchange(rank, out->peer_info()));
   return out;
 }
 
-// Of small slots, so that little memory is many steps.
+// Options with small slots, so that little memory takes many steps.
 inline Engine::Options small() {
   Engine::Options options;
   options.slot_bytes = 4096;
   return options;
 }
 
-// Sums of rank + i over all ranks, in place.
+// All-reduces values that depend on rank and index, in place, and checks the result.
 inline bool all_reduce(Communicator& c, int rank, int ranks, std::vector<float>& memory,
                        size_t count, Stream stream = nullptr) {
   constexpr float kBase = 100;

@@ -1,13 +1,16 @@
-// The kernels against the core's reductions: random operations one after the other, over a world
-// and its subgroups, in place and misaligned, without anything between them that would make ranks
-// wait for each other.
+// Tests of the kernels against the core's reductions: random operations one after the other, over a
+// world and its subgroups, in place and misaligned, without any synchronization of the ranks in
+// between.
 //
-//   kernels_test <threads|processes|fibers|absent> <ranks> <operations> <seed> [steps too eager] [1]
+//   kernels_test <threads|processes|fibers|absent> <ranks> <operations> <seed> [eager steps] [1]
 //
-// threads, processes: a rank is a pool of threads in this or in a process of its own.
-// fibers: one thread; which fiber makes the next access is drawn by chance, and for long stretches
-// one rank is held back while the others run as far ahead as they can.
-// absent: the last rank never comes, and the others' time is limited.
+// threads, processes: a rank is a pool of threads in this process or in one of its own.
+//
+// fibers: one thread; the fiber that makes the next access is drawn at random, and for long
+// stretches one rank is held back while the others run as far ahead as they can.
+//
+// absent: the last rank never comes, and the others have a timeout.
+//
 // The last argument tears lines.
 #include <sys/wait.h>
 #include <ucontext.h>
@@ -46,19 +49,19 @@ struct Rank {
     }
   }
 
-  // What thread `me` of the pool does.
+  // Runs thread `me` of the pool.
   void run(u32 me, Scheduler& scheduler) {
     for (const Operation& op : world.operations) {
       const int index = world.groups[op.group].index_of(rank);
       if (index < 0 || rank == world.absent) continue;
-      if (me == 0) prepare(op, index);
+      if (me == 0) prepare_kernel(op, index);
       whole.wait(scheduler);  // the kernel's beginning on its stream
-      const Args mine = args;
+      const KernelArgs own_args = args;
       if (me < op.plan.blocks * op.plan.threads) {
         const u32 channel = me / op.plan.threads;
         HostBlock b({me % op.plan.threads, op.plan.threads, channel, op.plan.blocks},
                     blocks[channel * (kPool + 1) + op.plan.threads].get(), &scheduler);
-        kKernels.at(op.plan.kernel)(b, mine);
+        kKernels.at(op.plan.kernel)(b, own_args);
       }
       whole.wait(scheduler);  // and its end
       if (me == 0 && world.absent < 0 && !check(op, index)) failed = true;
@@ -67,7 +70,7 @@ struct Rank {
     }
   }
 
-  void prepare(const Operation& op, int index) {
+  void prepare_kernel(const Operation& op, int index) {
     const auto& members = world.groups[op.group].members;
     const size_t n = members.size(), part = op.bytes();
     const auto input = input_of(op, index, n);
@@ -80,10 +83,10 @@ struct Rank {
     memcpy(in, input.data(), input.size());
     const bool slice = op.in_place && op.collective == Collective::kReduceScatter;
     char* const to = slice ? out + index * part : out;
-    args = arguments(op.collective, in, to, part, index, static_cast<int>(n), op.root);
+    args = make_kernel_args(op.collective, in, to, part, index, static_cast<int>(n), op.root);
     args.slots = kSlots;
     args.slot_bytes = kSlotBytes;
-    cut(op.collective, op.algorithm, op.plan.blocks, &args);
+    set_partition(op.collective, op.algorithm, op.plan.blocks, &args);
     args.math = math_of(op.reduction);
     args.factor = op.reduction.factor;
     args.timeout_ns = world.absent < 0 ? 0 : 20000000;
@@ -97,15 +100,17 @@ struct Rank {
 
   bool check(const Operation& op, int index) {
     const size_t n = world.groups[op.group].members.size();
-    const auto want = expected(op, index, n);
-    if (memcmp(args.out, want.data(), want.size()) != 0) return report(op, index, "wrong result");
+    const auto correct = expected(op, index, n);
+    if (memcmp(args.out, correct.data(), correct.size()) != 0) {
+      return report(op, index, "wrong result");
+    }
     const char* const begin = world.buffer(rank, 1);
     const char* const end = begin + kBufferBytes;
     const bool larger = op.in_place && op.collective == Collective::kReduceScatter;
     for (const char* at = begin; at < begin + kGuard + op.shift_out; ++at) {
       if (*at != 0x5A) return report(op, index, "wrote before the output");
     }
-    for (const char* at = args.out + want.size(); !larger && at < end; ++at) {
+    for (const char* at = args.out + correct.size(); !larger && at < end; ++at) {
       if (*at != 0x5A) return report(op, index, "wrote behind the output");
     }
     return true;
@@ -122,11 +127,11 @@ struct Rank {
   const int rank;
   Barrier whole;
   std::vector<std::unique_ptr<Barrier>> blocks;
-  Args args{};
+  KernelArgs args{};
   std::atomic<bool> failed{false};
 };
 
-// ---------------------------------------------------------------- who runs when
+// ---------------------------------------------------------------- schedulers
 
 struct Threads : Scheduler {
   explicit Threads(unsigned seed) : random(seed) {}
@@ -145,7 +150,7 @@ bool run_threads(const World& world, const std::vector<int>& ranks, unsigned see
       threads.emplace_back([&rank, me, seed] {
         Threads scheduler(seed * 97 + static_cast<unsigned>(rank->rank) * kPool + me + 1);
         rank->run(me, scheduler);
-        // Nobody may wait for a rank that has found an error.
+        // No rank may wait for one that has found an error.
         if (rank->failed) _exit(1);
       });
     }
@@ -161,18 +166,18 @@ bool run_processes(const World& world, unsigned seed) {
     if (pid == 0) _exit(run_threads(world, {r}, seed) ? 0 : 1);
     children.push_back(pid);
   }
-  bool good = true;
+  bool passed = true;
   for (size_t left = children.size(); left > 0; --left) {
     int status = 0;
     wait(&status);
     if (status == 0) continue;
-    good = false;
+    passed = false;
     reinterpret_cast<std::atomic<u32>*>(&world.host->stop)->store(1);  // the others stop waiting
   }
-  return good;
+  return passed;
 }
 
-// Everyone ends, and someone says who did not come.
+// All ranks end, and one of them reports the absent rank.
 bool run_absent(World& world, unsigned seed) {
   world.absent = world.ranks - 1;
   world.groups.resize(1);
@@ -209,9 +214,9 @@ class Fibers : public Scheduler {
 
   bool run() {
     current_ = this;
-    constexpr u64 kMost = 2000000000;  // turns without an end are a deadlock
-    for (u64 turn = 0; turn < kMost; ++turn) {
-      if (turn % 4096 == 0) held_ = random_() % (ranks_ + 1);
+    constexpr u64 kMaxTurns = 2000000000;  // turns without an end are a deadlock
+    for (u64 turn = 0; turn < kMaxTurns; ++turn) {
+      if (turn % 4096 == 0) held_back_ = random_() % (ranks_ + 1);
       std::vector<Fiber*>& ready = candidates();
       if (ready.empty()) return true;
       fiber_ = ready[random_() % ready.size()];
@@ -243,12 +248,13 @@ class Fibers : public Scheduler {
     self->over = true;
   }
 
-  // All but those of the rank that is held back, unless chance gives it a turn.
+  // All fibers but those of the rank that is held back, unless chance gives it a turn.
   std::vector<Fiber*>& candidates() {
     ready_.clear();
-    const bool mercy = random_() % 256 == 0;
+    const bool run_anyway = random_() % 256 == 0;
     for (auto& f : fibers_) {
-      if (!f->over && (mercy || f->rank != static_cast<int>(held_))) ready_.push_back(f.get());
+      const bool held_back = f->rank == static_cast<int>(held_back_) && !run_anyway;
+      if (!f->over && !held_back) ready_.push_back(f.get());
     }
     if (ready_.empty()) {
       for (auto& f : fibers_) {
@@ -261,7 +267,7 @@ class Fibers : public Scheduler {
   static inline Fibers* current_ = nullptr;
   Random random_;
   const int ranks_;
-  u64 held_ = 0;
+  u64 held_back_ = 0;
   std::vector<std::unique_ptr<Rank>> all_;
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<Fiber*> ready_;
@@ -278,18 +284,18 @@ int main(int argc, char** argv) {
   World world = make_world(atoi(argv[2]), static_cast<size_t>(atoi(argv[3])), seed);
   if (argc > 5) HostBlock::eager = static_cast<u32>(atoi(argv[5]));
   HostBlock::torn = argc > 6;
-  bool good = false;
+  bool passed = false;
   if (mode == "fibers") {
-    good = Fibers(world, seed).run();
+    passed = Fibers(world, seed).run();
   } else if (mode == "processes") {
-    good = run_processes(world, seed);
+    passed = run_processes(world, seed);
   } else if (mode == "absent") {
-    good = run_absent(world, seed);
+    passed = run_absent(world, seed);
   } else {
     std::vector<int> ranks;
     for (int r = 0; r < world.ranks; ++r) ranks.push_back(r);
-    good = run_threads(world, ranks, seed);
+    passed = run_threads(world, ranks, seed);
   }
-  if (good) puts("ok");
-  return good ? 0 : 1;
+  if (passed) puts("ok");
+  return passed ? 0 : 1;
 }

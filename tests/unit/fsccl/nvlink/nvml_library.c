@@ -1,5 +1,5 @@
-// A machine's NVML, played: GPUs whose identity is of letters of one case have NVLink between them,
-// one with a digit is not of this machine.
+// Fake NVML: GPUs whose identities are letters of one case are linked by NVLink; one whose identity
+// begins with a digit is not in this machine.
 #include <ctype.h>
 #include <string.h>
 

@@ -1,4 +1,4 @@
-// Random operations over a world and its subgroups: drawn, filled, and what is to come out.
+// Random operations over a world and its subgroups: choice, inputs, and expected results.
 #pragma once
 
 #include <sys/mman.h>
@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/reduce.h"
-#include "nvlink/plan.h"
+#include "nvlink/kernel_plan.h"
 #include "host_block.h"
 
 namespace fsccl {
@@ -32,8 +32,8 @@ struct Operation {
   Collective collective;
   Algorithm algorithm;
   Reduction reduction;
-  Plan plan;
-  size_t group, count;  // elements as Args.bytes counts them
+  KernelPlan plan;
+  size_t group, count;  // elements as KernelArgs.bytes counts them
   size_t shift_in, shift_out;
   int root;
   bool in_place;
@@ -46,7 +46,7 @@ struct World {
   std::vector<Subgroup> groups;
   std::vector<Operation> operations;
   char* memory;  // shared by all ranks
-  HostWords* host;
+  HostFlags* host;
   int absent = -1;
   char* arena(size_t group, int rank) const {
     return memory + (group * ranks + rank) * arena_bytes(kSlotBytes);
@@ -64,12 +64,12 @@ inline size_t outputs_of(Collective c, size_t n) {
   return c == Collective::kAllGather || c == Collective::kAllToAll ? n : 1;
 }
 
-// ---------------------------------------------------------------- drawing operations
+// ---------------------------------------------------------------- choice of operations
 
 using Random = std::mt19937;
 
 template <class T>
-const T& one_of(Random& random, const std::vector<T>& list) {
+const T& choose(Random& random, const std::vector<T>& list) {
   return list[random() % list.size()];
 }
 
@@ -80,12 +80,12 @@ inline bool draw(Random& random, const World& world, Operation* op) {
   op->group = random() % world.groups.size();
   op->collective = static_cast<Collective>(random() % kCollectives);
   op->algorithm = static_cast<Algorithm>(1 + random() % (kAlgorithms - 1));
-  op->reduction.dtype = one_of(random, types);
+  op->reduction.dtype = choose(random, types);
   op->reduction.op = static_cast<RedOp>(random() % 9);
   op->reduction.factor = 3;
   const size_t n = world.groups[op->group].members.size();
   op->reduction.divisor = static_cast<int>(n);
-  op->count = one_of(random, counts);
+  op->count = choose(random, counts);
   const size_t width = op->reduction.width();
   if (op->collective != Collective::kAllReduce) {
     op->count = std::min(op->count, (kBufferBytes - 4 * kGuard) / width / n);
@@ -105,10 +105,10 @@ inline bool draw(Random& random, const World& world, Operation* op) {
   op->seed = random();
   const auto threads = static_cast<u32>(1 + random() % kPool);
   const auto blocks = static_cast<u32>(1 + random() % (kPool / threads));
-  const Shape shape{op->algorithm, blocks, threads};
-  op->plan = plan(op->collective, shape, op->reduction.dtype, op->bytes(), static_cast<int>(n),
-                  kChannels, 1);
-  return reduces(op->reduction) && !op->plan.kernel.empty();
+  const KernelShape shape{op->algorithm, blocks, threads};
+  op->plan = plan_kernel(op->collective, shape, op->reduction.dtype, op->bytes(),
+                         static_cast<int>(n), kChannels, 1);
+  return has_reduction_kernel(op->reduction) && !op->plan.kernel.empty();
 }
 
 inline World make_world(int ranks, size_t operations, unsigned seed) {
@@ -129,8 +129,8 @@ inline World make_world(int ranks, size_t operations, unsigned seed) {
   void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) abort();
   world.memory = static_cast<char*>(at);
-  world.host = reinterpret_cast<HostWords*>(world.memory + bytes - 4096);
-  // Begin near where counters wrap.
+  world.host = reinterpret_cast<HostFlags*>(world.memory + bytes - 4096);
+  // Counters begin shortly before they wrap.
   for (size_t g = 0; g < world.groups.size(); ++g) {
     for (int r = 0; r < ranks; ++r) {
       auto* const counters = reinterpret_cast<Counters*>(world.arena(g, r));
@@ -146,9 +146,9 @@ inline World make_world(int ranks, size_t operations, unsigned seed) {
   return world;
 }
 
-// ---------------------------------------------------------------- data and its check
+// ---------------------------------------------------------------- inputs and results
 
-// Small numbers, exact in every type, with a few that round.
+// Small numbers, exact in every type, and a few that round.
 inline void fill(const Operation& op, int rank, size_t count, char* out) {
   Random random(op.seed * 31 + static_cast<unsigned>(rank));
   const size_t width = op.reduction.width();

@@ -1,4 +1,4 @@
-// One logical buffer that lies in several places: a list of tensors seen as their concatenation.
+// A logical buffer that lies in several places: a list of tensors seen as their concatenation.
 #pragma once
 
 #include <algorithm>
@@ -12,31 +12,34 @@
 
 namespace fsccl {
 
+// A contiguous piece of memory, not owned.
 struct Buffer {
   std::byte* data = nullptr;
   size_t bytes = 0;
 };
 
-// Inputs are wrapped by dropping const; whoever takes `const BufferList&` as an input only reads.
+// Wraps an input by dropping const: functions that take `const BufferList&` as an input only read
+// it.
 inline Buffer buffer_of(const void* data, size_t bytes) {
   return {static_cast<std::byte*>(const_cast<void*>(data)), bytes};
 }
 
+// Offsets and intervals below are in bytes of the concatenation. The memory belongs to the caller.
 class BufferList {
  public:
   BufferList() = default;
   BufferList(const void* data, size_t bytes) { add(buffer_of(data, bytes)); }
 
-  void add(Buffer p) {
-    if (p.bytes == 0) return;
-    // Neighbours in memory become one, so that a flat buffer stays one piece.
-    if (!list_.empty() && list_.back().data + list_.back().bytes == p.data) {
-      list_.back().bytes += p.bytes;
+  void add(Buffer buffer) {
+    if (buffer.bytes == 0) return;
+    // Pieces that are adjacent in memory are merged, so that a flat buffer stays one piece.
+    if (!list_.empty() && list_.back().data + list_.back().bytes == buffer.data) {
+      list_.back().bytes += buffer.bytes;
     } else {
       starts_.push_back(total_);
-      list_.push_back(p);
+      list_.push_back(buffer);
     }
-    total_ += p.bytes;
+    total_ += buffer.bytes;
   }
 
   size_t bytes() const { return total_; }
@@ -49,11 +52,11 @@ class BufferList {
     size_t i = static_cast<size_t>(std::upper_bound(starts_.begin(), starts_.end(), range.lo) -
                                    starts_.begin()) -
                1;
-    for (size_t at = range.lo; at < range.hi; ++i) {
-      const size_t inside = at - starts_[i];
-      const size_t n = std::min(list_[i].bytes - inside, range.hi - at);
-      f(list_[i].data + inside, n, at - range.lo);
-      at += n;
+    for (size_t position = range.lo; position < range.hi; ++i) {
+      const size_t offset_in_buffer = position - starts_[i];
+      const size_t n = std::min(list_[i].bytes - offset_in_buffer, range.hi - position);
+      f(list_[i].data + offset_in_buffer, n, position - range.lo);
+      position += n;
     }
   }
 
@@ -67,11 +70,11 @@ class BufferList {
     visit(range, [from](std::byte* p, size_t n, size_t off) { std::memcpy(p, from + off, n); });
   }
 
-  // Where the interval lies if it lies in one run, else null.
+  // Returns the address of the interval if it lies in one run, else null.
   std::byte* contiguous(Interval range) const {
-    std::byte* found = nullptr;
-    visit(range, [&](std::byte* p, size_t n, size_t) { found = n == range.size() ? p : nullptr; });
-    return found;
+    std::byte* data = nullptr;
+    visit(range, [&](std::byte* p, size_t n, size_t) { data = n == range.size() ? p : nullptr; });
+    return data;
   }
 
   BufferList slice(Interval range) const {
@@ -86,9 +89,10 @@ class BufferList {
   size_t total_ = 0;
 };
 
-using BufferLists = std::vector<BufferList>;  // often one a rank
+using BufferLists = std::vector<BufferList>;  // often one entry per rank
 
-// Tells lists of other sizes apart, also where their sums are the same.
+// Returns a hash of the sizes of a list. Lists with different sizes have different hashes, also
+// where their totals are equal.
 inline uint64_t layout_of(const BufferLists& list) {
   uint64_t h = list.size();
   for (const BufferList& p : list) {
@@ -98,11 +102,12 @@ inline uint64_t layout_of(const BufferLists& list) {
   return h;
 }
 
-// A rank's part of what all ranks gather, and the place that it has for it.
-inline void expect_place(const BufferList& part, const BufferList& place) {
-  if (part.bytes() == place.bytes()) return;
-  fail_usage("this rank's place has " + std::to_string(place.bytes()) + " bytes for " +
-             std::to_string(part.bytes()));
+// Checks the sizes of this rank's input to a gather and of its part of the output. Throws
+// Error(kUsage).
+inline void expect_place(const BufferList& input, const BufferList& output) {
+  if (input.bytes() == output.bytes()) return;
+  fail_usage("this rank's place has " + std::to_string(output.bytes()) + " bytes for " +
+             std::to_string(input.bytes()));
 }
 
 }  // namespace fsccl

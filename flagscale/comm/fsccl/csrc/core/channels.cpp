@@ -7,26 +7,26 @@
 namespace fsccl {
 
 size_t Channels::slots_of(int local_rank) const {
-  return head_bytes_ + static_cast<size_t>(local_rank) * each_;
+  return header_bytes_ + static_cast<size_t>(local_rank) * rank_stride_;
 }
 
-void Channels::prepare(size_t send) {
-  if (send <= slot_bytes_) return;
+void Channels::reserve_slots(size_t send_bytes) {
+  if (send_bytes <= slot_bytes_) return;
   const auto n = static_cast<size_t>(shm_.size());
-  slot_bytes_ = ceil_div(send, kCacheLine) * kCacheLine;
-  each_ = Segment::whole_pages(rings_ * kDepth * slot_bytes_);
-  head_bytes_ = Segment::whole_pages(n * (sizeof(Line) + rings_ * sizeof(Way)));
+  slot_bytes_ = ceil_div(send_bytes, kCacheLine) * kCacheLine;
+  rank_stride_ = Segment::round_to_pages(rings_ * kDepth * slot_bytes_);
+  header_bytes_ = Segment::round_to_pages(n * (sizeof(RankState) + rings_ * sizeof(RingState)));
   const size_t bytes = slots_of(shm_.size());
-  segments_.push_back(make_(bytes, slots_of(1), static_cast<int>(segments_.size())));
+  segments_.push_back(make_segment_(bytes, slots_of(1), static_cast<int>(segments_.size())));
   segments_.back().reserve(slots_of(shm_.rank()), slots_of(shm_.rank() + 1));
 }
 
-Channels::Line& Channels::line(int local_rank) const {
-  return reinterpret_cast<Line*>(segments_.back().data())[local_rank];
+Channels::RankState& Channels::rank_state(int local_rank) const {
+  return reinterpret_cast<RankState*>(segments_.back().data())[local_rank];
 }
 
-Channels::Way& Channels::way(int local_rank, size_t c) const {
-  auto* first = reinterpret_cast<Way*>(&line(shm_.size()));
+Channels::RingState& Channels::ring_state(int local_rank, size_t c) const {
+  auto* first = reinterpret_cast<RingState*>(&rank_state(shm_.size()));
   return first[static_cast<size_t>(local_rank) * rings_ + c];
 }
 
@@ -35,46 +35,46 @@ std::byte* Channels::slot(int local_rank, size_t c, uint32_t number) const {
   return segments_.back().data() + slots_of(local_rank) + index * slot_bytes_;
 }
 
-bool Channels::full(size_t c, int next) const {
-  const uint32_t taken = way(next, c).taken.load(std::memory_order_acquire);
-  return way(shm_.rank(), c).posted.load(std::memory_order_relaxed) - taken == kDepth;
+bool Channels::send_full(size_t c, int next) const {
+  const uint32_t released = ring_state(next, c).released.load(std::memory_order_acquire);
+  return ring_state(shm_.rank(), c).posted.load(std::memory_order_relaxed) - released == kDepth;
 }
 
-bool Channels::empty(size_t c, int previous) const {
-  const uint32_t posted = way(previous, c).posted.load(std::memory_order_acquire);
-  return posted == way(shm_.rank(), c).taken.load(std::memory_order_relaxed);
+bool Channels::recv_empty(size_t c, int previous) const {
+  const uint32_t posted = ring_state(previous, c).posted.load(std::memory_order_acquire);
+  return posted == ring_state(shm_.rank(), c).released.load(std::memory_order_relaxed);
 }
 
-std::byte* Channels::to_fill(size_t c) const {
-  return slot(shm_.rank(), c, way(shm_.rank(), c).posted.load(std::memory_order_relaxed));
+std::byte* Channels::send_slot(size_t c) const {
+  return slot(shm_.rank(), c, ring_state(shm_.rank(), c).posted.load(std::memory_order_relaxed));
 }
 
-const std::byte* Channels::to_read(size_t c, int previous) const {
-  return slot(previous, c, way(shm_.rank(), c).taken.load(std::memory_order_relaxed));
+const std::byte* Channels::recv_slot(size_t c, int previous) const {
+  return slot(previous, c, ring_state(shm_.rank(), c).released.load(std::memory_order_relaxed));
 }
 
 void Channels::post(size_t c, int next) {
-  way(shm_.rank(), c).posted.fetch_add(1, std::memory_order_release);
-  ring(line(next));
+  ring_state(shm_.rank(), c).posted.fetch_add(1, std::memory_order_release);
+  ring_doorbell(rank_state(next));
 }
 
-void Channels::take(size_t c, int previous) {
-  way(shm_.rank(), c).taken.fetch_add(1, std::memory_order_release);
-  ring(line(previous));
+void Channels::release(size_t c, int previous) {
+  ring_state(shm_.rank(), c).released.fetch_add(1, std::memory_order_release);
+  ring_doorbell(rank_state(previous));
 }
 
-// Sequentially consistent, as in shm_steps.h: either the ringer sees the sleeper or the sleeper
-// hears.
-void Channels::ring(Line& whose) {
-  whose.bell.fetch_add(1, std::memory_order_seq_cst);
-  if (whose.asleep.load(std::memory_order_seq_cst) != 0) futex_wake_all(whose.bell);
+// Sequentially consistent, as in shm_steps.h: either the ringing rank sees the sleeper, or the
+// sleeper sees the new count.
+void Channels::ring_doorbell(RankState& state) {
+  state.doorbell.fetch_add(1, std::memory_order_seq_cst);
+  if (state.sleeping.load(std::memory_order_seq_cst) != 0) futex_wake_all(state.doorbell);
 }
 
-std::function<void()> Channels::bell_ringer() const {
-  return [mine = &own()] { ring(*mine); };
+std::function<void()> Channels::doorbell_callback() const {
+  return [own = &own_state()] { ring_doorbell(*own); };
 }
 
-void Channels::rest(const std::vector<int>& waits_for, uint32_t seen) {
+void Channels::wait_for_progress(const std::vector<int>& awaited_ranks, uint32_t seen) {
   const SpinPolicy& spin = shm_.spin();
   for (int i = 0; i < spin.pauses + spin.yields; ++i) {
     if (i < spin.pauses) {
@@ -82,48 +82,50 @@ void Channels::rest(const std::vector<int>& waits_for, uint32_t seen) {
     } else {
       sched_yield();
     }
-    if (bell() != seen) return;
+    if (doorbell() != seen) return;
   }
-  Line& mine = own();
-  for (size_t c = 0; c < waits_for.size(); ++c) {
-    way(shm_.rank(), c)
-        .waits_for.store(static_cast<uint32_t>(waits_for[c] + 1), std::memory_order_relaxed);
+  RankState& own = own_state();
+  for (size_t c = 0; c < awaited_ranks.size(); ++c) {
+    ring_state(shm_.rank(), c)
+        .awaited_rank.store(static_cast<uint32_t>(awaited_ranks[c] + 1), std::memory_order_relaxed);
   }
-  mine.seen.store(seen, std::memory_order_release);
-  mine.asleep.store(1, std::memory_order_seq_cst);
-  awaited_.store(culprit(waits_for), std::memory_order_release);
-  if (bell() == seen) futex_wait(mine.bell, seen, shm_.nap());
-  mine.asleep.store(0, std::memory_order_seq_cst);
-  if (bell() == seen) {
-    look_around(waits_for, seen);
+  own.idle_doorbell.store(seen, std::memory_order_release);
+  own.sleeping.store(1, std::memory_order_seq_cst);
+  awaited_rank_.store(find_straggler(awaited_ranks), std::memory_order_release);
+  if (doorbell() == seen) futex_wait(own.doorbell, seen, shm_.sleep_interval());
+  own.sleeping.store(0, std::memory_order_seq_cst);
+  if (doorbell() == seen) {
+    check_peers_and_deadline(awaited_ranks, seen);
   } else {
-    awaited_.store(-1, std::memory_order_release);
+    awaited_rank_.store(-1, std::memory_order_release);
   }
 }
 
-void Channels::look_around(const std::vector<int>& waits_for, uint32_t seen) const {
-  for (const int rank : waits_for) {
+void Channels::check_peers_and_deadline(const std::vector<int>& awaited_ranks,
+                                        uint32_t seen) const {
+  for (const int rank : awaited_ranks) {
     const int peer = rank < 0 ? -1 : shm_.local_rank_of(rank);
-    // A rank posts, and then leaves or ends: what it posted has rung.
-    shm_.look_at(peer, [&] { return bell() != seen; });
+    // A rank posts before it leaves or ends, and posting rings the doorbell.
+    shm_.check_peers(peer, [&] { return doorbell() != seen; });
   }
-  if (bell() == seen) shm_.give_up(culprit(waits_for));
+  if (doorbell() == seen) shm_.throw_if_timed_out(find_straggler(awaited_ranks));
 }
 
-int Channels::culprit(const std::vector<int>& waits_for) const {
+int Channels::find_straggler(const std::vector<int>& awaited_ranks) const {
   const auto c = static_cast<size_t>(
-      std::find_if(waits_for.begin(), waits_for.end(), [](int r) { return r >= 0; }) -
-      waits_for.begin());
-  int rank = waits_for[c];
+      std::find_if(awaited_ranks.begin(), awaited_ranks.end(), [](int r) { return r >= 0; }) -
+      awaited_ranks.begin());
+  int rank = awaited_ranks[c];
   for (int hops = 0; hops < shm_.size(); ++hops) {
     const int peer = shm_.local_rank_of(rank);
     if (peer < 0 || peer == shm_.rank()) break;
-    const Line& theirs = line(peer);
-    const bool sleeps =
-        theirs.seen.load(std::memory_order_acquire) == theirs.bell.load(std::memory_order_acquire);
-    const uint32_t next = way(peer, c).waits_for.load(std::memory_order_relaxed);
-    if (!sleeps || next == 0) break;
-    if (shm_.local_rank_of(static_cast<int>(next) - 1) < 0) break;  // as in ShmSteps::culprit
+    const RankState& peer_state = rank_state(peer);
+    const bool is_sleeping = peer_state.idle_doorbell.load(std::memory_order_acquire) ==
+                             peer_state.doorbell.load(std::memory_order_acquire);
+    const uint32_t next = ring_state(peer, c).awaited_rank.load(std::memory_order_relaxed);
+    if (!is_sleeping || next == 0) break;
+    // As in ShmSteps::find_straggler.
+    if (shm_.local_rank_of(static_cast<int>(next) - 1) < 0) break;
     rank = static_cast<int>(next) - 1;
   }
   return rank;

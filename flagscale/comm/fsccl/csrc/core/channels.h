@@ -1,14 +1,14 @@
-// What the ranks of a host share for pipelined schedules: slots between neighbours, and doorbells.
+// Shared-memory channels of pipelined schedules: slots between neighbours of a ring, and doorbells.
 //
-// In a segment beside the transport's every rank has, for each of k rings, two slots of one send
-// and two counters: `posted`, of the sends that it has put there, and `taken`, of those that it has
-// taken from its predecessor's slots. Counters only grow and are never reset. A rank that has
-// nothing to do sleeps on its doorbell, a counter that its neighbours raise with each of theirs;
-// messages that have gone or come ring it too.
+// In a segment of its own, every rank of a node has, for each of k rings, two slots of one send and
+// two counters: `posted`, the sends that it has written there, and `released`, the sends that it
+// has taken from the slots of its predecessor. Counters only grow and are never reset. A rank that
+// has nothing to do sleeps on its doorbell, a counter that its neighbours increment together with
+// each of theirs; completed messages ring it, too.
 //
-// A sleeper writes down what each of its rings waits for, and at which count of its doorbell it
-// fell asleep. Whoever times out follows a ring from rank to rank until it finds one that waits for
-// nothing, or whose doorbell has rung in vain: that one does not move, and is named.
+// Before a rank sleeps it records which rank each of its rings waits for, and the count of its
+// doorbell. A rank that times out follows a ring from rank to rank until it finds one that waits
+// for nobody, or whose doorbell has rung without waking it: that rank does not move, and is named.
 #pragma once
 
 #include <functional>
@@ -18,64 +18,70 @@
 
 namespace fsccl {
 
+// Slots and doorbells of the ranks of one node. One thread at a time calls, except where noted.
 class Channels {
  public:
-  // Two slots are enough: with one, every rank of a ring would wait for the next to take.
+  // Two slots are enough. With one, every rank of a ring would wait for the next one to release it.
   static constexpr size_t kDepth = 2;
-  // Makes (on the first rank, which reserves the `first` bytes) or opens the n-th segment of the
-  // ranks of this host.
+  // Creates (on the first rank, which reserves the first `first` bytes) or opens the n-th segment
+  // of the ranks of this node.
   using MakeSegment = std::function<Segment(size_t bytes, size_t first, int n)>;
 
-  Channels(ShmSteps& shm, size_t rings, MakeSegment make)
-      : shm_(shm), rings_(rings), make_(std::move(make)) {}
+  Channels(ShmSteps& shm, size_t rings, MakeSegment make_segment)
+      : shm_(shm), rings_(rings), make_segment_(std::move(make_segment)) {}
 
-  // Makes room for sends of so many bytes. All ranks call it with the same number.
-  void prepare(size_t send);
+  // Makes room for sends of `send_bytes`. All ranks call it with the same number.
+  void reserve_slots(size_t send_bytes);
 
-  // Of ring c: what this rank sends to the local rank `next` and takes from `previous`.
-  bool full(size_t c, int next) const;
-  bool empty(size_t c, int previous) const;
-  std::byte* to_fill(size_t c) const;
-  const std::byte* to_read(size_t c, int previous) const;
+  // Ring c: slots from this rank to local rank `next`, and from `previous` to this rank.
+  bool send_full(size_t c, int next) const;
+  bool recv_empty(size_t c, int previous) const;
+  std::byte* send_slot(size_t c) const;
+  const std::byte* recv_slot(size_t c, int previous) const;
   void post(size_t c, int next);
-  void take(size_t c, int previous);
+  void release(size_t c, int previous);
 
-  // The doorbell's count, to be read before looking for something to do.
-  uint32_t bell() const { return own().bell.load(std::memory_order_seq_cst); }
-  // Rings this rank's doorbell, on any thread, as long as this object lives.
-  std::function<void()> bell_ringer() const;
-  // Sleeps, not much longer than until the doorbell shows another count than `seen`. waits_for[c]
-  // is the group rank that ring c waits for, or -1. Throws as the transport's waits do.
-  void rest(const std::vector<int>& waits_for, uint32_t seen);
-  // As ShmSteps::awaited(), of rests.
-  int awaited() const { return awaited_.load(std::memory_order_acquire); }
+  // The count of the doorbell. Read it before looking for something to do.
+  uint32_t doorbell() const { return own_state().doorbell.load(std::memory_order_seq_cst); }
+  // Returns a function that rings the doorbell of this rank. Any thread may call it while this
+  // object lives.
+  std::function<void()> doorbell_callback() const;
+  // Sleeps until the doorbell shows another count than `seen`, or a little longer. awaited_ranks[c]
+  // is the group rank that ring c waits for, or -1. Throws like ShmSteps::wait_for_peer().
+  void wait_for_progress(const std::vector<int>& awaited_rank, uint32_t idle_doorbell);
+  // Like ShmSteps::awaited_rank(), for wait_for_progress(). Any thread may call.
+  int awaited_rank() const { return awaited_rank_.load(std::memory_order_acquire); }
 
  private:
-  struct alignas(2 * kCacheLine) Line {
-    Word bell;
-    Word asleep;
-    Word seen;  // the bell when this rank last looked for something to do in vain
+  // Doorbell of a rank, in shared memory.
+  struct alignas(2 * kCacheLine) RankState {
+    Word doorbell;
+    Word sleeping;
+    Word idle_doorbell;  // count of the doorbell when this rank last found nothing to do
   };
-  struct alignas(2 * kCacheLine) Way {
-    Word posted, taken;
-    Word waits_for;  // a group rank plus one; it counts while the rank's bell shows `seen`
+  // State of a rank in one ring, in shared memory. Only that rank writes it.
+  struct alignas(2 * kCacheLine) RingState {
+    Word posted, released;
+    Word awaited_rank;  // group rank plus one; valid while the doorbell still shows `idle_doorbell`
   };
 
-  Line& line(int local_rank) const;
-  Line& own() const { return line(shm_.rank()); }
-  Way& way(int local_rank, size_t c) const;
+  RankState& rank_state(int local_rank) const;
+  RankState& own_state() const { return rank_state(shm_.rank()); }
+  RingState& ring_state(int local_rank, size_t c) const;
   std::byte* slot(int local_rank, size_t c, uint32_t number) const;
-  size_t slots_of(int local_rank) const;  // where they begin
-  static void ring(Line& whose);
-  void look_around(const std::vector<int>& waits_for, uint32_t seen) const;
-  int culprit(const std::vector<int>& waits_for) const;
+  size_t slots_of(int local_rank) const;  // offset of the first one
+  static void ring_doorbell(RankState& state);
+  void check_peers_and_deadline(const std::vector<int>& awaited_rank, uint32_t idle_doorbell) const;
+  int find_straggler(const std::vector<int>& awaited_rank) const;
 
   ShmSteps& shm_;
   size_t rings_;
-  MakeSegment make_;
-  size_t head_bytes_ = 0, each_ = 0, slot_bytes_ = 0;  // lines and ways; a rank's slots; one slot
-  std::atomic<int> awaited_{-1};
-  // Outgrown ones stay: a message that ends late may still ring a bell in them.
+  MakeSegment make_segment_;
+  // Offset of slots; bytes of all slots of a rank; bytes of a slot.
+  size_t header_bytes_ = 0, rank_stride_ = 0, slot_bytes_ = 0;
+  std::atomic<int> awaited_rank_{-1};
+  // Outgrown segments are kept, because a message that completes late may still ring a doorbell in
+  // one.
   std::vector<Segment> segments_;
 };
 

@@ -1,5 +1,6 @@
-// The whole core as one translation unit: it compiles in a third of the time of its parts, which
-// share most of their headers. Names in anonymous namespaces are therefore unique over all files.
+// The whole core as one translation unit, which compiles in a third of the time of its parts,
+// because they share most of their headers. Names in anonymous namespaces are therefore unique
+// across all files.
 #include "../datagram/datagram.cpp"
 #include "channels.cpp"
 #include "collectives.cpp"
@@ -8,11 +9,11 @@
 #include "executor.cpp"
 #include "futex.cpp"
 #include "group.cpp"
-#include "group_ends.cpp"
-#include "hierarchy.cpp"
-#include "hierarchy_routes.cpp"
-#include "local.cpp"
-#include "op_card.cpp"
+#include "group_failure.cpp"
+#include "hierarchical.cpp"
+#include "hierarchical_routes.cpp"
+#include "intra_node.cpp"
+#include "collective_fingerprint.cpp"
 #include "pipeline.cpp"
 #include "reduce.cpp"
 #include "rendezvous.cpp"
@@ -23,7 +24,7 @@
 #include "shm_steps.cpp"
 #include "socket.cpp"
 #include "tcp_device.cpp"
-#include "tcp_ends.cpp"
+#include "tcp_shutdown.cpp"
 #include "tcp_io.cpp"
 #include "tcp_transport.cpp"
 #include "topology.cpp"

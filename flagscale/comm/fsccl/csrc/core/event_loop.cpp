@@ -19,72 +19,75 @@
 namespace fsccl {
 namespace {
 
-// A handler's descriptor, as epoll keeps it. The bell is of nobody.
-uint64_t packed(uint32_t id, int fd) {
+// Packs the handler and descriptor into epoll's user data. The wake-up eventfd has handler 0.
+uint64_t epoll_data(uint32_t id, int fd) {
   return static_cast<uint64_t>(id) << 32 | static_cast<uint32_t>(fd);
 }
 
 }  // namespace
 
+// State that the thread shares with the loop object, which may be destroyed first.
 struct EventLoop::State {
-  State(const char* thread_name, bool does_tick)
+  State(const char* thread_name, bool with_ticks)
       : name(thread_name),
-        ticks(does_tick),
+        with_ticks(with_ticks),
         epoll(epoll_create1(EPOLL_CLOEXEC)),
-        bell(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-    if (epoll.get() < 0 || bell.get() < 0) fail_system("cannot make a poll set");
+        wake_fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    if (epoll.get() < 0 || wake_fd.get() < 0) fail_system("cannot make a poll set");
     epoll_event e{};
     e.events = EPOLLIN;
-    e.data.u64 = packed(0, bell.get());
-    epoll_ctl(epoll.get(), EPOLL_CTL_ADD, bell.get(), &e);
+    e.data.u64 = epoll_data(0, wake_fd.get());
+    epoll_ctl(epoll.get(), EPOLL_CTL_ADD, wake_fd.get(), &e);
   }
 
-  void ring() const {
-    const uint64_t one = 1;
-    [[maybe_unused]] const ssize_t n = write(bell.get(), &one, sizeof one);  // full is awake too
+  void signal_wake() const {
+    // EAGAIN means that it is signalled already
+    const uint64_t increment = 1;
+    // A full counter is signalled already.
+    [[maybe_unused]] const ssize_t n = write(wake_fd.get(), &increment, sizeof increment);
   }
-  void answer_bell() const {
+  void clear_wake() const {
     uint64_t count = 0;
-    [[maybe_unused]] const ssize_t n = read(bell.get(), &count, sizeof count);
+    [[maybe_unused]] const ssize_t n = read(wake_fd.get(), &count, sizeof count);
   }
-  // Calls f(handler), unless it has been removed.
+  // Calls f(handler) without the lock, unless the handler has been removed.
   template <class F>
-  void call(std::unique_lock<std::mutex>& hold, Id id, F&& f) {
-    const auto found = handlers.find(id);
-    if (found == handlers.end()) return;
-    Handler* const handler = found->second;
+  void call_handler(std::unique_lock<std::mutex>& hold, Id id, F&& f) {
+    const auto entry = handlers.find(id);
+    if (entry == handlers.end()) return;
+    Handler* const handler = entry->second;
     running = id;
     hold.unlock();
     f(*handler);
     hold.lock();
     running = 0;
-    if (awaited) returned.notify_all();
+    if (remove_waiters) call_returned.notify_all();
   }
   void tick(std::unique_lock<std::mutex>& hold) {
     const auto now = std::chrono::steady_clock::now();
-    if (!ticks || now - ticked < kTick) return;
-    ticked = now;
-    std::vector<Id> all;
-    for (const auto& [id, handler] : handlers) all.push_back(id);
-    for (const Id id : all) call(hold, id, [](Handler& h) { h.on_tick(); });
+    if (!with_ticks || now - last_tick < kTick) return;
+    last_tick = now;
+    std::vector<Id> ids;
+    for (const auto& [id, handler] : handlers) ids.push_back(id);
+    for (const Id id : ids) call_handler(hold, id, [](Handler& h) { h.on_tick(); });
   }
 
   const char* const name;
-  const bool ticks;
-  const Fd epoll, bell;
-  std::mutex mutex;  // of all below
-  std::condition_variable returned;
+  const bool with_ticks;
+  const Fd epoll, wake_fd;
+  std::mutex mutex;  // guards all below
+  std::condition_variable call_returned;
   std::map<Id, Handler*> handlers;
-  std::vector<Id> poked;
-  std::chrono::steady_clock::time_point ticked = std::chrono::steady_clock::now();
+  std::vector<Id> woken;
+  std::chrono::steady_clock::time_point last_tick = std::chrono::steady_clock::now();
   std::thread thread;
-  Id last = 0, running = 0;
-  size_t awaited = 0;
+  Id last_id = 0, running = 0;
+  size_t remove_waiters = 0;
   bool stop = false;
 };
 
-EventLoop::EventLoop(const char* thread_name, bool ticks)
-    : state_(std::make_shared<State>(thread_name, ticks)) {}
+EventLoop::EventLoop(const char* thread_name, bool with_ticks)
+    : state_(std::make_shared<State>(thread_name, with_ticks)) {}
 
 EventLoop::~EventLoop() {
   std::thread thread;
@@ -93,7 +96,7 @@ EventLoop::~EventLoop() {
     state_->stop = true;
     thread.swap(state_->thread);
   }
-  state_->ring();
+  state_->signal_wake();
   if (!thread.joinable()) return;
   if (thread.get_id() == std::this_thread::get_id()) {
     thread.detach();
@@ -117,8 +120,8 @@ void EventLoop::start() {
 
 EventLoop::Id EventLoop::add(Handler* handler) {
   const std::lock_guard<std::mutex> hold(state_->mutex);
-  state_->handlers[++state_->last] = handler;
-  return state_->last;
+  state_->handlers[++state_->last_id] = handler;
+  return state_->last_id;
 }
 
 void EventLoop::remove(Id id) {
@@ -126,26 +129,26 @@ void EventLoop::remove(Id id) {
   std::unique_lock<std::mutex> hold(s.mutex);
   s.handlers.erase(id);
   if (s.thread.get_id() == std::this_thread::get_id()) return;
-  ++s.awaited;
-  s.returned.wait(hold, [&] { return s.running != id; });
-  --s.awaited;
+  ++s.remove_waiters;
+  s.call_returned.wait(hold, [&] { return s.running != id; });
+  --s.remove_waiters;
 }
 
-void EventLoop::set(Id id, int fd, uint32_t before, uint32_t events) {
-  if (events == before) return;
+void EventLoop::set(Id id, int fd, uint32_t previous, uint32_t events) {
+  if (events == previous) return;
   epoll_event e{};
   e.events = events;
-  e.data.u64 = packed(id, fd);
-  const int op = events == 0 ? EPOLL_CTL_DEL : before != 0 ? EPOLL_CTL_MOD : EPOLL_CTL_ADD;
+  e.data.u64 = epoll_data(id, fd);
+  const int op = events == 0 ? EPOLL_CTL_DEL : previous != 0 ? EPOLL_CTL_MOD : EPOLL_CTL_ADD;
   epoll_ctl(state_->epoll.get(), op, fd, &e);
 }
 
-void EventLoop::poke(Id id) {
+void EventLoop::wake(Id id) {
   {
     const std::lock_guard<std::mutex> hold(state_->mutex);
-    state_->poked.push_back(id);
+    state_->woken.push_back(id);
   }
-  state_->ring();
+  state_->signal_wake();
 }
 
 void EventLoop::run(const std::shared_ptr<State>& state) {
@@ -155,18 +158,18 @@ void EventLoop::run(const std::shared_ptr<State>& state) {
   while (!s.stop) {
     hold.unlock();
     const int n = epoll_wait(s.epoll.get(), events.data(), static_cast<int>(events.size()),
-                             s.ticks ? static_cast<int>(kTick.count()) : -1);
+                             s.with_ticks ? static_cast<int>(kTick.count()) : -1);
     hold.lock();
     for (int i = 0; i < n && !s.stop; ++i) {
-      const uint64_t at = events[static_cast<size_t>(i)].data.u64;
-      const uint32_t what = events[static_cast<size_t>(i)].events;
-      const auto id = static_cast<Id>(at >> 32);
-      if (id == 0) s.answer_bell();
-      s.call(hold, id, [&](Handler& h) { h.on_events(static_cast<int>(at), what); });
+      const uint64_t data = events[static_cast<size_t>(i)].data.u64;
+      const uint32_t ready = events[static_cast<size_t>(i)].events;
+      const auto id = static_cast<Id>(data >> 32);
+      if (id == 0) s.clear_wake();
+      s.call_handler(hold, id, [&](Handler& h) { h.on_events(static_cast<int>(data), ready); });
     }
-    std::vector<Id> poked;
-    poked.swap(s.poked);
-    for (const Id id : poked) s.call(hold, id, [](Handler& h) { h.on_poke(); });
+    std::vector<Id> woken;
+    woken.swap(s.woken);
+    for (const Id id : woken) s.call_handler(hold, id, [](Handler& h) { h.on_wake(); });
     s.tick(hold);
   }
 }

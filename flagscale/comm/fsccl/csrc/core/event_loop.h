@@ -1,6 +1,6 @@
-// A thread that waits for descriptors to be ready, for whoever handles them: one for all groups of
-// a process, and not one a group. Handlers are called one after the other, and must not block; what
-// they find to do they do in turns, so that none keeps the thread from the others.
+// Event loop: a thread that waits for descriptors and calls the handlers they belong to. All groups
+// of a process share it. Handlers are called one at a time and must not block. A handler that has
+// much to do does it in turns, so that the others get theirs.
 #pragma once
 
 #include <chrono>
@@ -9,35 +9,39 @@
 
 namespace fsccl {
 
+// The loop and its thread. Handlers are not owned.
 class EventLoop {
+  // Callbacks run on the thread of the loop.
  public:
   class Handler {
    public:
     virtual ~Handler() = default;
     virtual void on_events(int /*fd*/, uint32_t /*events*/) {}
-    virtual void on_poke() {}
+    virtual void on_wake() {}
     virtual void on_tick() {}  // every kTick
   };
-  // Names a handler, in the loop that it has been added to; 0 names none.
+  // Number of a handler in the loop it was added to; 0 is none.
   using Id = uint32_t;
 
   static constexpr std::chrono::milliseconds kTick{250};
 
-  // The thread starts with start(), and ends with the loop.
-  EventLoop(const char* thread_name, bool ticks);
+  // start() starts the thread, which ends with the loop. `with_ticks`: whether handlers get
+  // on_tick().
+  EventLoop(const char* thread_name, bool with_ticks);
   EventLoop(const EventLoop&) = delete;
   ~EventLoop();
 
-  // Throws Error(kSystem) when there is no thread to be had. Any thread may call what is here.
+  // Starts the thread, once. Throws Error(kSystem) if there is no thread to be had. Any thread may
+  // call this and all functions below.
   void start();
   Id add(Handler* handler);
-  // Afterwards the handler is not called any more. Waits until a call that goes on has returned,
-  // unless it is this very thread that is in it.
+  // Removes a handler. It is not called any more once this returns: waits for a call in progress,
+  // unless the calling thread is in it.
   void remove(Id id);
-  // What to wait for at a descriptor, in place of `before`; 0 is nothing.
-  void set(Id id, int fd, uint32_t before, uint32_t events);
-  // Has the thread call on_poke(), soon.
-  void poke(Id id);
+  // Sets the epoll events of a descriptor, `previous` being those set before; 0 is none.
+  void set(Id id, int fd, uint32_t previous, uint32_t events);
+  // Makes the thread call on_wake() soon.
+  void wake(Id id);
 
  private:
   struct State;

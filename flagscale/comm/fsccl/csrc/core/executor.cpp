@@ -18,235 +18,244 @@ namespace {
 
 using Lock = std::unique_lock<std::mutex>;
 
-std::chrono::nanoseconds time_used(pthread_t thread) {
+std::chrono::nanoseconds cpu_time_of(pthread_t thread) {
   clockid_t clock{};
-  timespec used{};
+  timespec cpu_time{};
   if (pthread_getcpuclockid(thread, &clock) != 0) return {};
-  clock_gettime(clock, &used);
-  return std::chrono::seconds(used.tv_sec) + std::chrono::nanoseconds(used.tv_nsec);
+  clock_gettime(clock, &cpu_time);
+  return std::chrono::seconds(cpu_time.tv_sec) + std::chrono::nanoseconds(cpu_time.tv_nsec);
 }
 
-// The threads of all executors of this process: one that has nothing to do is there for the next,
-// whosever, for a while.
-class Workers {
+// Threads of all executors of this process. A thread without work serves any executor for a while.
+class ThreadPool {
  public:
-  void run(std::function<void()> body) {
+  void run(std::function<void()> task) {
     const Lock hold(mutex_);
-    bodies_.push_back(std::move(body));
-    if (bodies_.size() > idle_) {
+    tasks_.push_back(std::move(task));
+    if (tasks_.size() > idle_) {
       std::thread([this] { work(); }).detach();
     } else {
-      come_.notify_one();
+      task_added_.notify_one();
     }
   }
 
  private:
-  static constexpr std::chrono::seconds kStays{5};
+  static constexpr std::chrono::seconds kIdleTimeout{5};
 
   void work() {
     begin_thread("fsccl-worker");
     Lock hold(mutex_);
     for (;;) {
       ++idle_;
-      come_.wait_for(hold, kStays, [this] { return !bodies_.empty(); });
+      task_added_.wait_for(hold, kIdleTimeout, [this] { return !tasks_.empty(); });
       --idle_;
-      if (bodies_.empty()) return;
+      if (tasks_.empty()) return;
       {
-        const std::function<void()> body = std::move(bodies_.front());
-        bodies_.pop_front();
+        const std::function<void()> task = std::move(tasks_.front());
+        tasks_.pop_front();
         hold.unlock();
-        body();
+        task();
       }
       hold.lock();
     }
   }
 
   std::mutex mutex_;
-  std::condition_variable come_;
-  std::deque<std::function<void()>> bodies_;
+  std::condition_variable task_added_;
+  std::deque<std::function<void()>> tasks_;
   size_t idle_ = 0;
 };
 
 }  // namespace
 
+// State that worker threads share with the executor object, which may be destroyed first.
 struct Executor::State {
   const pid_t process = getpid();
-  std::mutex mutex;  // of all below
+  std::mutex mutex;  // guards all below
   std::condition_variable changed;
   std::deque<Job> queue;
-  size_t threads = 0, leaving = 0;           // at work here; and of these in stop()
-  static thread_local const State* at_work;  // on this thread
-  bool busy = false;                         // a job runs, or the callbacks of one
-  bool stopped = false, waited = false;
-  pthread_t worker{};  // whose turn it is to run the queue
-  bool works = false;  // whether there is one
-  bool calls_back = false, watched = false;
-  size_t nested = 0;  // jobs under way that a callback has called, or runs by help()
-  size_t steps = 0;   // callbacks begun, and such jobs done
+  // Threads running for this executor, and those of them inside stop().
+  size_t threads = 0, stopping = 0;
+  // Of the executor that the current thread runs for.
+  static thread_local const State* current_state;
+  bool is_running_job = false;  // a job or its callbacks are running
+  bool stopped = false, drain_waits = false;
+  pthread_t worker{};       // the thread that may run the queue
+  bool has_worker = false;  // whether there is one
+  bool in_then = false, has_watcher = false;
+  // Jobs in progress that a callback has called or that run_queued_until() runs.
+  size_t nested_jobs = 0;
+  size_t progress = 0;  // callbacks started, and nested jobs finished
 
-  bool here() const { return process == getpid(); }
-  bool in_callback() const { return calls_back && pthread_equal(worker, pthread_self()) != 0; }
+  bool is_same_process() const { return process == getpid(); }
+  bool in_callback() const { return in_then && pthread_equal(worker, pthread_self()) != 0; }
 
-  void start(void (*body)(const std::shared_ptr<State>&), const std::shared_ptr<State>& self) {
-    per_process<Workers>().run([body, self] {
-      at_work = self.get();
-      body(self);
-      at_work = nullptr;
-      const Lock hold(self->mutex);
-      --self->threads;
-      self->changed.notify_all();
+  void start_thread(void (*task)(const std::shared_ptr<State>&),
+                    const std::shared_ptr<State>& state) {
+    per_process<ThreadPool>().run([task, state] {
+      current_state = state.get();
+      task(state);
+      current_state = nullptr;
+      const Lock hold(state->mutex);
+      --state->threads;
+      state->changed.notify_all();
     });
     ++threads;
   }
-  // While the worker is in a callback somebody has to see whether it goes on.
-  void see_to_queue(const std::shared_ptr<State>& self) {
-    if (!works) {
-      works = true;
-      start(loop, self);
-    } else if (calls_back && !watched && !queue.empty()) {
-      watched = true;
-      start(keep_watch, self);
+  // While the worker is in a callback, a watcher has to detect that it blocks.
+  void ensure_worker(const std::shared_ptr<State>& state) {
+    if (!has_worker) {
+      has_worker = true;
+      start_thread(loop, state);
+    } else if (in_then && !has_watcher && !queue.empty()) {
+      has_watcher = true;
+      start_thread(watch_worker, state);
     }
   }
 
-  // Of a callback, on its thread.
+  // Runs a job inside a callback, on the thread of the callback.
   void run_nested(const Job& job, Lock& hold) {
-    ++nested;
+    ++nested_jobs;
     hold.unlock();
     job.run();
     hold.lock();
-    --nested;
-    ++steps;
+    --nested_jobs;
+    ++progress;
     hold.unlock();
     if (job.then) job.then();
     hold.lock();
   }
-  void run_next(Lock& hold) {
+  void run_next_queued(Lock& hold) {
     const Job job = std::move(queue.front());
     queue.pop_front();
     run_nested(job, hold);
   }
 };
 
-thread_local const Executor::State* Executor::State::at_work = nullptr;
+thread_local const Executor::State* Executor::State::current_state = nullptr;
 
 Executor::Executor() : state_(std::make_shared<State>()) {}
 
 Executor::~Executor() {
   stop();
-  if (!state_->here()) static_cast<void>(new std::shared_ptr<State>(state_));  // of a parent's
+  // The parent's State is leaked.
+  if (!state_->is_same_process()) static_cast<void>(new std::shared_ptr<State>(state_));
 }
 
-bool Executor::run(Job job, bool may_run_here) {
+bool Executor::run(Job job, bool allow_inline) {
   State& s = *state_;
-  if (!s.here()) return false;
+  if (!s.is_same_process()) return false;
   Lock hold(s.mutex);
   if (s.in_callback()) {
     s.run_nested(job, hold);
     return true;
   }
-  if (!s.stopped && (!may_run_here || s.busy || !s.queue.empty())) {
+  if (!s.stopped && (!allow_inline || s.is_running_job || !s.queue.empty())) {
     s.queue.push_back(std::move(job));
-    s.see_to_queue(state_);
+    s.ensure_worker(state_);
     s.changed.notify_all();
     return false;
   }
-  const bool alone = !s.stopped;
-  if (alone) s.busy = true;
+  const bool exclusive = !s.stopped;
+  if (exclusive) s.is_running_job = true;
   hold.unlock();
   job.run();
-  if (alone) {
+  if (exclusive) {
     hold.lock();
-    s.busy = false;
-    if (!s.queue.empty() || s.waited) s.changed.notify_all();
+    s.is_running_job = false;
+    if (!s.queue.empty() || s.drain_waits) s.changed.notify_all();
     hold.unlock();
   }
   if (job.then) job.then();
   return true;
 }
 
-void Executor::help(const std::function<bool()>& done) {
+void Executor::run_queued_until(const std::function<bool()>& condition) {
   State& s = *state_;
-  if (!s.here() || done()) return;
+  if (!s.is_same_process() || condition()) return;
   Lock hold(s.mutex);
-  while (s.in_callback() && !s.queue.empty() && !done()) s.run_next(hold);
+  while (s.in_callback() && !s.queue.empty() && !condition()) s.run_next_queued(hold);
 }
 
-bool Executor::drain(std::chrono::milliseconds limit) {
+bool Executor::drain(std::chrono::milliseconds timeout) {
   State& s = *state_;
-  if (!s.here()) return true;
+  if (!s.is_same_process()) return true;
   Lock hold(s.mutex);
   if (s.in_callback()) {
-    while (s.in_callback() && !s.queue.empty()) s.run_next(hold);
+    while (s.in_callback() && !s.queue.empty()) s.run_next_queued(hold);
     return true;
   }
-  s.waited = true;
-  return s.changed.wait_for(hold, limit, [&s] { return !s.busy && s.queue.empty(); });
+  s.drain_waits = true;
+  return s.changed.wait_for(hold, timeout, [&s] { return !s.is_running_job && s.queue.empty(); });
 }
 
 void Executor::stop() {
   State& s = *state_;
-  if (!s.here()) return;
+  if (!s.is_same_process()) return;
   Lock hold(s.mutex);
   s.stopped = true;
   s.changed.notify_all();
-  if (State::at_work == &s) ++s.leaving;  // this very thread, in a callback, ends later
-  s.changed.wait(hold, [&s] { return s.threads <= s.leaving; });
+  // The calling thread, inside a callback, ends later.
+  if (State::current_state == &s) ++s.stopping;
+  s.changed.wait(hold, [&s] { return s.threads <= s.stopping; });
 }
 
 void Executor::loop(const std::shared_ptr<State>& state) {
   State& s = *state;
   Lock hold(s.mutex);
-  const pthread_t me = pthread_self();
-  s.worker = me;
+  const pthread_t self_thread = pthread_self();
+  s.worker = self_thread;
   for (;;) {
-    s.changed.wait(hold, [&s] { return !s.busy; });
+    s.changed.wait(hold, [&s] { return !s.is_running_job; });
     if (s.queue.empty()) {
-      s.works = false;
+      s.has_worker = false;
       return;
     }
     const Job job = std::move(s.queue.front());
     s.queue.pop_front();
-    s.busy = true;
+    s.is_running_job = true;
     hold.unlock();
     job.run();
     hold.lock();
     if (job.then) {
-      s.calls_back = true;
-      ++s.steps;
-      s.see_to_queue(state);
-      if (s.watched) s.changed.notify_all();
+      s.in_then = true;
+      ++s.progress;
+      s.ensure_worker(state);
+      if (s.has_watcher) s.changed.notify_all();
       hold.unlock();
       job.then();
       hold.lock();
-      if (pthread_equal(s.worker, me) == 0) return;  // another has taken over
-      s.calls_back = false;
+      if (pthread_equal(s.worker, self_thread) == 0) return;  // a watcher has taken over
+      s.in_then = false;
     }
-    s.busy = false;
+    s.is_running_job = false;
     s.changed.notify_all();
   }
 }
 
-// Takes over when the worker stands still in a callback.
-void Executor::keep_watch(const std::shared_ptr<State>& state) {
+// Becomes the worker when the worker blocks in a callback.
+void Executor::watch_worker(const std::shared_ptr<State>& state) {
   State& s = *state;
   Lock hold(s.mutex);
-  while (!s.stopped && s.calls_back) {
+  while (!s.stopped && s.in_then) {
     if (s.queue.empty()) {
-      s.changed.wait(hold, [&s] { return s.stopped || !s.calls_back || !s.queue.empty(); });
+      s.changed.wait(hold, [&s] { return s.stopped || !s.in_then || !s.queue.empty(); });
       continue;
     }
-    const size_t step = s.steps;
-    const auto used = time_used(s.worker);
-    const auto over = [&] { return s.stopped || !s.calls_back || s.steps != step; };
-    if (s.changed.wait_for(hold, kStill, over) || s.nested > 0) continue;
-    if (time_used(s.worker) - used > kStill / 100) continue;  // it works
+    const size_t progress_before = s.progress;
+    const auto cpu_time = cpu_time_of(s.worker);
+    const auto condition_changed = [&] {
+      return s.stopped || !s.in_then || s.progress != progress_before;
+    };
+    if (s.changed.wait_for(hold, kStallTimeout, condition_changed) || s.nested_jobs > 0) continue;
+    // The worker is computing.
+    if (cpu_time_of(s.worker) - cpu_time > kStallTimeout / 100) continue;
     s.worker = pthread_self();
-    s.calls_back = s.busy = s.watched = false;
+    s.in_then = s.is_running_job = s.has_watcher = false;
     hold.unlock();
     return loop(state);
   }
-  s.watched = false;
+  s.has_watcher = false;
 }
 
 }  // namespace fsccl

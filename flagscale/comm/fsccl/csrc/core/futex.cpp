@@ -10,12 +10,13 @@
 
 namespace fsccl {
 
-void futex_wait(const Word& word, uint32_t seen, std::chrono::milliseconds limit) {
+void futex_wait(const Word& word, uint32_t expected, std::chrono::milliseconds timeout) {
   timespec ts{};
-  ts.tv_sec = limit.count() / 1000;
-  ts.tv_nsec = (limit.count() % 1000) * 1000000;
-  // Not FUTEX_PRIVATE: the word is shared between processes.
-  syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), FUTEX_WAIT, seen, &ts, nullptr, 0);
+  ts.tv_sec = timeout.count() / 1000;
+  ts.tv_nsec = (timeout.count() % 1000) * 1000000;
+  // Not FUTEX_PRIVATE_FLAG, because processes share the word.
+  syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), FUTEX_WAIT, expected, &ts, nullptr,
+          0);
 }
 
 void futex_wake_all(const Word& word) {
@@ -24,11 +25,12 @@ void futex_wake_all(const Word& word) {
 }
 
 SpinPolicy SpinPolicy::for_ranks(int ranks_on_host) {
-  cpu_set_t mine;
-  CPU_ZERO(&mine);
-  const int cores = sched_getaffinity(0, sizeof mine, &mine) == 0 ? CPU_COUNT(&mine) : 1;
-  // About 50 us of pauses where every rank has a core: longer than a rank's skew, shorter than
-  // what a busy neighbour would notice.
+  cpu_set_t affinity;
+  CPU_ZERO(&affinity);
+  const int cores =
+      sched_getaffinity(0, sizeof affinity, &affinity) == 0 ? CPU_COUNT(&affinity) : 1;
+  // About 50 us of pauses where every rank has a core of its own: longer than the skew between
+  // ranks, shorter than a busy neighbour on the machine would notice.
   if (ranks_on_host <= cores) return {1500, 0};
   return {20, 16};
 }

@@ -1,4 +1,4 @@
-// Sleeping until a word in (shared) memory changes.
+// Sleeping until a word in memory, which processes may share, changes.
 #pragma once
 
 #include <atomic>
@@ -7,18 +7,20 @@
 
 namespace fsccl {
 
-#ifndef FSCCL_PLAYS_INTERLEAVINGS  // a test brings its own, and both functions below
+// The interleavings test (tests/unit/fsccl/core) defines its own, and both functions below.
+#ifndef FSCCL_TEST_INTERLEAVINGS
 using Word = std::atomic<uint32_t>;
 #endif
 static_assert(sizeof(Word) == 4 && Word::is_always_lock_free,
               "a futex word is a plain 32-bit word");
 
-// Sleeps while `word == seen`, at most `limit`. May return early for no reason.
-void futex_wait(const Word& word, uint32_t seen, std::chrono::milliseconds limit);
+// Sleeps while `word == expected`, at most `timeout`. May return early for no reason.
+void futex_wait(const Word& word, uint32_t expected, std::chrono::milliseconds timeout);
 void futex_wake_all(const Word& word);
 
-// How long a waiting rank stays awake before it sleeps. With more ranks than cores the peer that is
-// waited for needs this very core, so spinning only delays it: yield a few times, then sleep.
+// Busy waiting of a rank before it sleeps: so many pause instructions, then so many sched_yield().
+// With more ranks than cores, the awaited peer needs this very core, so that spinning only delays
+// it; the rank then yields a few times and sleeps.
 struct SpinPolicy {
   int pauses = 0;
   int yields = 0;

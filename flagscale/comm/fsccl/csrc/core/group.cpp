@@ -1,8 +1,8 @@
-// How a group comes together. How it fails and ends is in group_ends.cpp, its collectives are in
-// collectives.cpp.
+// Setup of a group: identities, shared memory, point-to-point messages. Its failure and shutdown
+// are in group_failure.cpp, its collectives in collectives.cpp.
 #include "group.h"
 
-#include "../datagram/tail.h"
+#include "../datagram/bounded_all_reduce.h"
 
 #include <algorithm>
 #include <array>
@@ -12,14 +12,14 @@
 namespace fsccl {
 namespace {
 
-// Forgets a note where the waiting ends.
-class Noted {
+// Resets a rank number to "nobody" at the end of the scope.
+class ClearOnExit {
  public:
-  explicit Noted(std::atomic<int>& note) : note_(note) {}
-  ~Noted() { note_ = -1; }  // nobody
+  explicit ClearOnExit(std::atomic<int>& value) : value_(value) {}
+  ~ClearOnExit() { value_ = -1; }
 
  private:
-  std::atomic<int>& note_;
+  std::atomic<int>& value_;
 };
 
 }  // namespace
@@ -35,59 +35,61 @@ Group::Group(std::unique_ptr<Store> store, GroupConfig config)
   }
   for (int r = 0; r < config_.size; ++r) names_.push_back(describe(r));
   publish();
-  enroll();
+  register_group();
 }
 
 std::string Group::describe(int rank) const {
   const int global = config_.global_ranks[static_cast<size_t>(rank)];
   std::string out = "rank " + std::to_string(global);
   if (global != rank) out += " (" + std::to_string(rank) + " in the group)";
-  if (static_cast<size_t>(rank) < who_.size()) {
-    const Identity& w = who_[static_cast<size_t>(rank)];
-    out += " [" + w.host + ", pid " + std::to_string(w.pid) + "]";
+  if (static_cast<size_t>(rank) < identities_.size()) {
+    const Identity& identity = identities_[static_cast<size_t>(rank)];
+    out += " [" + identity.host + ", pid " + std::to_string(identity.pid) + "]";
   }
   return out;
 }
 
 void Group::publish() {
-  me_ = Identity::of_this_process(config_.settings);
-  me_.native = config_.native;
-  if (config_.rank == 0) me_.key = random_key();
+  identity_ = Identity::of_this_process(config_.settings);
+  identity_.native = config_.native;
+  if (config_.rank == 0) identity_.key = random_key();
   if (config_.size > 1) {
     if (!config_.network) config_.network = Device::of_this_process(config_.settings);
     transport_ = config_.network->open();
-    transport_->on_ask([this] { return awaited(); });
-    transport_->on_abort([this](const Error& why) { conclude(why); });
-    me_.address = transport_->address();
+    transport_->on_wait_query([this] { return awaited_rank(); });
+    transport_->on_abort([this](const Error& error) { record_error(error); });
+    identity_.address = transport_->address();
   }
-  rendezvous_.publish(me_);
+  rendezvous_.publish(identity_);
 }
 
-// Polls: a blocking wait would hold the store's lock, which other groups of this process need.
-// `from` is who has to come, or kWhoeverIsAbsent.
-void Group::wait_at_rendezvous(int from, const Deadline& d, const std::function<bool()>& come) {
-  // However many wait, the store is asked so often at most.
-  const std::chrono::microseconds longest(std::max(10000, 50 * config_.size));
-  auto nap = std::chrono::microseconds(200);
-  const Noted noted(absent_);
-  while (!come()) {
-    if (const auto why = verdict()) throw Error(*why);
-    // Where the segment is there it has the verdict, and the rendezvous may not.
-    if (open_.load(std::memory_order_acquire)) shm_->throw_if_aborted();
-    if (nap.count() > 4000) {
-      absent_ = from;
+// Polls until arrived(), because a blocking wait would hold the lock of the store, which other
+// groups of this process need. `expected_rank` is the rank that is awaited, or kAnyAbsentRank.
+void Group::wait_at_rendezvous(int expected_rank, const Deadline& d,
+                               const std::function<bool()>& arrived) {
+  // The interval grows with the size of the group, which bounds the load of the store.
+  const std::chrono::microseconds max_interval(std::max(10000, 50 * config_.size));
+  auto interval = std::chrono::microseconds(200);
+  const ClearOnExit clear_on_exit(awaited_at_rendezvous_);
+  while (!arrived()) {
+    if (const auto error = recorded_error()) throw Error(*error);
+    // Once the segment is mapped, the error is in it, and possibly not in the store.
+    if (shared_memory_open_.load(std::memory_order_acquire)) shm_->throw_if_aborted();
+    if (interval.count() > 4000) {
+      awaited_at_rendezvous_ = expected_rank;
       try {
-        hear_failure();
-        if (met_ && transport_) transport_->throw_trouble();
+        poll_failure();
+        if (identities_known_ && transport_) transport_->raise_transport_error();
       } catch (const Error&) {
-        // What has come meanwhile lets this rank go on, and others may wait for it to tell.
-        if (!come()) throw;
+        // The awaited key may have arrived in the meantime. This rank must then go on, because
+        // others may wait for its own keys.
+        if (!arrived()) throw;
       }
-      if (from >= 0) check_leader(from);
+      if (expected_rank >= 0) check_segment_owner(expected_rank);
     }
     if (d.passed()) {
-      std::vector<int> absent{from};
-      if (from < 0) absent = rendezvous_.absent();
+      std::vector<int> absent{expected_rank};
+      if (expected_rank < 0) absent = rendezvous_.absent_ranks();
       if (absent.empty()) return;
       std::string names;
       for (const int r : absent) {
@@ -96,203 +98,211 @@ void Group::wait_at_rendezvous(int from, const Deadline& d, const std::function<
       throw Error(Fault::kTimeout, absent[0],
                   names + " did not come to connect within " + d.text());
     }
-    std::this_thread::sleep_for(nap);
-    nap = std::min(nap * 2, longest);
+    std::this_thread::sleep_for(interval);
+    interval = std::min(interval * 2, max_interval);
   }
 }
 
-std::string Group::await_key(const std::string& key, int from, const Deadline& d) {
+std::string Group::poll_key(const std::string& key, int expected_rank, const Deadline& d) {
   Store& store = rendezvous_.store();
-  wait_at_rendezvous(from, d, [&] { return store.has({key}); });
+  wait_at_rendezvous(expected_rank, d, [&] { return store.has({key}); });
   return store.get({key})[0];
 }
 
-void Group::meet(const Deadline& d) {
-  if (met_.load(std::memory_order_acquire)) return;
-  std::lock_guard<std::mutex> hold(meeting_);
-  if (met_.load(std::memory_order_relaxed)) return;
-  who_.clear();
-  wait_at_rendezvous(kWhoeverIsAbsent, d, [this] { return rendezvous_.complete(); });
-  who_ = rendezvous_.everyone();
+void Group::exchange_identities(const Deadline& d) {
+  if (identities_known_.load(std::memory_order_acquire)) return;
+  std::lock_guard<std::mutex> hold(identities_mutex_);
+  if (identities_known_.load(std::memory_order_relaxed)) return;
+  identities_.clear();
+  wait_at_rendezvous(kAnyAbsentRank, d, [this] { return rendezvous_.complete(); });
+  identities_ = rendezvous_.identities();
   for (int r = 0; r < config_.size; ++r) names_[static_cast<size_t>(r)] = describe(r);
-  check_compatible(who_, names_);
-  clusters_ = form_clusters(config_.rank, who_, config_.global_ranks, config_.settings);
+  check_compatible(identities_, names_);
+  nodes_ = partition_by_node(config_.rank, identities_, config_.global_ranks, config_.settings);
   if (transport_) {
     Peers peers;
     peers.rank = config_.rank;
     peers.names = names_;
-    peers.near.resize(who_.size());
-    const Key& fresh = who_[0].key;
+    peers.same_host.resize(identities_.size());
+    const Key& rank0_key = identities_[0].key;
     const auto& secret = config_.settings.secret;
-    peers.key = secret ? derived(*secret, std::array<uint64_t, 3>{1, fresh.lo, fresh.hi}) : fresh;
-    for (const Identity& w : who_) peers.addresses.push_back(w.address);
-    for (const int mate : clusters_.own()) peers.near[static_cast<size_t>(mate)] = true;
-    transport_->meet(std::move(peers));
+    peers.key = secret ? derived(*secret, std::array<uint64_t, 3>{1, rank0_key.lo, rank0_key.hi})
+                       : rank0_key;
+    for (const Identity& identity : identities_) peers.addresses.push_back(identity.address);
+    for (const int node_peer : nodes_.own_ranks())
+      peers.same_host[static_cast<size_t>(node_peer)] = true;
+    transport_->set_peers(std::move(peers));
   }
-  met_.store(true, std::memory_order_release);
+  identities_known_.store(true, std::memory_order_release);
   try {
-    hear_failure();  // others may have met, failed and gone, without having known this rank
-  } catch (const Error& why) {
-    const Error root = conclude(why);
+    poll_failure();  // others may have met, failed and left before this rank knew them
+  } catch (const Error& error) {
+    const Error root = record_error(error);
     if (transport_)
-      transport_->abort(root);  // and yet others wait for it, which cannot hear by now
+      transport_->abort(root);  // and others may wait for this rank who no longer read the store
     throw;
   }
 }
 
-int Group::awaited() const {
-  if (!open_.load(std::memory_order_acquire)) return -1;
-  const int by_pipeline = pipeline_ ? pipeline_->awaited() : -1;
-  return by_pipeline >= 0 ? by_pipeline : shm_->awaited();
+int Group::awaited_rank() const {
+  if (!shared_memory_open_.load(std::memory_order_acquire)) return -1;
+  const int by_pipeline = pipeline_ ? pipeline_->awaited_rank() : -1;
+  return by_pipeline >= 0 ? by_pipeline : shm_->awaited_rank();
 }
 
-std::string Group::awaited_name(const Deadline& d) {
-  const int waits_for = absent_;
-  int at = waits_for >= 0 ? waits_for : awaited();
-  if (waits_for == kWhoeverIsAbsent) {
-    const std::vector<int> absent = rendezvous_.absent();
-    at = absent.empty() ? kNobody : absent[0];
+std::string Group::awaited_rank_name(const Deadline& d) {
+  const int awaited = awaited_at_rendezvous_;
+  int rank = awaited >= 0 ? awaited : awaited_rank();
+  if (awaited == kAnyAbsentRank) {
+    const std::vector<int> absent = rendezvous_.absent_ranks();
+    rank = absent.empty() ? kNobody : absent[0];
   }
-  if (at < 0) return "";
-  // The names of a group that is still meeting are about to become longer.
-  if (!met_) return "rank " + std::to_string(config_.global_ranks[static_cast<size_t>(at)]);
-  if (waits_for == kNobody && hierarchical()) at = transport_->trace(at, d, [] {});
-  return names_[static_cast<size_t>(at)];
+  if (rank < 0) return "";
+  // While identities are being exchanged, names_ may be changing.
+  if (!identities_known_)
+    return "rank " + std::to_string(config_.global_ranks[static_cast<size_t>(rank)]);
+  if (awaited == kNobody && spans_nodes()) rank = transport_->find_straggler(rank, d, [] {});
+  return names_[static_cast<size_t>(rank)];
 }
 
-// A failure of the one that makes it is told to the others as it is.
-Segment Group::shared_segment(const std::string& what, const std::vector<int>& sharers,
-                              size_t bytes, size_t first, const Deadline& d) {
-  const int leader = sharers[0];
-  const std::string key = what + "/" + std::to_string(leader);
+// If creating the segment fails on its owner, run_or_fail() reports that to the other ranks.
+Segment Group::open_shared_segment(const std::string& segment_name, const std::vector<int>& sharers,
+                                   size_t bytes, size_t first, const Deadline& d) {
+  const int owner = sharers[0];
+  const std::string key = segment_name + "/" + std::to_string(owner);
   const std::string& directory = config_.settings.shm_directory;
-  if (leader == config_.rank) {
+  if (owner == config_.rank) {
     Segment segment = Segment::create(bytes, first, directory);
-    if (sharers.size() > 1) tell(key, segment.address());
+    if (sharers.size() > 1) set_key(key, segment.address());
     return segment;
   }
-  const std::string address = await_key(key, leader, d);
-  check_leader(leader);
+  const std::string address = poll_key(key, owner, d);
+  check_segment_owner(owner);
   try {
     return Segment::open(address, bytes, directory);
   } catch (const Error& e) {
-    throw Error(Fault::kPeerLost, leader,
-                names_[static_cast<size_t>(leader)] + " made a segment that cannot be opened: " +
+    throw Error(Fault::kPeerLost, owner,
+                names_[static_cast<size_t>(owner)] + " made a segment that cannot be opened: " +
                     e.what() + "; FSCCL_SHM=0 does without shared memory");
   }
 }
 
-void Group::open_shm(const Deadline& d) {
-  if (open_.load(std::memory_order_acquire)) return;
-  meet(d);
-  if (hierarchical()) transport_->listen();  // others may ask while this rank waits for its mates
-  const int ranks = static_cast<int>(clusters_.own().size());
+void Group::open_shared_memory(const Deadline& d) {
+  if (shared_memory_open_.load(std::memory_order_acquire)) return;
+  exchange_identities(d);
+  // Ranks of other nodes may ask questions while this rank waits for its node.
+  if (spans_nodes()) transport_->listen();
+  const int ranks = static_cast<int>(nodes_.own_ranks().size());
   ShmConfig config;
-  config.members = clusters_.own();
+  config.members = nodes_.own_ranks();
   config.names = names_;
-  config.process = me_.process;
+  config.process_id = identity_.process_id;
   config.slot_bytes = config_.settings.slot_bytes != 0 ? config_.settings.slot_bytes
                                                        : ShmSteps::default_slot_bytes(ranks);
   if (config.slot_bytes < static_cast<size_t>(ranks) * kCacheLine) {
     fail_usage("FSCCL_SLOT_BYTES=" + std::to_string(config.slot_bytes) + " is too small for " +
                std::to_string(ranks) + " ranks on a host");
   }
-  config.runs = [who = std::make_shared<std::vector<Identity>>(who_)](int r) {
-    return (*who)[static_cast<size_t>(r)].runs();
+  config.is_running = [identities = std::make_shared<std::vector<Identity>>(identities_)](int r) {
+    return (*identities)[static_cast<size_t>(r)].is_running();
   };
-  int on_host = 0;
-  for (const Identity& w : who_) on_host += w.domain == me_.domain ? 1 : 0;
-  config.spin = SpinPolicy::for_ranks(on_host);
-  Segment segment = shared_segment("segment", clusters_.own(),
-                                   ShmSteps::segment_bytes(ranks, config.slot_bytes),
-                                   ShmSteps::first_bytes(ranks, config.slot_bytes), d);
-  shm_ = std::make_unique<ShmSteps>(std::move(segment), clusters_.index, std::move(config));
-  shm_->set_watch([this] {
-    if (const auto why = verdict()) throw Error(*why);
-    if (transport_) transport_->throw_trouble();
-    if (!shm_->complete()) hear_failure();  // who fails before it joins says so there alone
+  int ranks_on_host = 0;
+  for (const Identity& identity : identities_)
+    ranks_on_host += identity.domain == identity_.domain ? 1 : 0;
+  config.spin = SpinPolicy::for_ranks(ranks_on_host);
+  Segment segment = open_shared_segment("segment", nodes_.own_ranks(),
+                                        ShmSteps::segment_bytes(ranks, config.slot_bytes),
+                                        ShmSteps::first_bytes(ranks, config.slot_bytes), d);
+  shm_ = std::make_unique<ShmSteps>(std::move(segment), nodes_.own_index, std::move(config));
+  shm_->set_wait_callback([this] {
+    if (const auto error = recorded_error()) throw Error(*error);
+    if (transport_) transport_->raise_transport_error();
+    // A rank that fails before it maps the segment reports only through the store.
+    if (!shm_->all_joined()) poll_failure();
   });
-  if (hierarchical()) {
-    shm_->set_trace([this](int rank) {
-      return transport_->trace(rank, patience_, [this] { shm_->throw_if_aborted(); });
+  if (spans_nodes()) {
+    shm_->set_straggler_query([this](int rank) {
+      return transport_->find_straggler(rank, deadline_, [this] { shm_->throw_if_aborted(); });
     });
   }
-  local_ = std::make_unique<Local>(*shm_);
-  hierarchy_ = std::make_unique<Hierarchy>(*local_, clusters_, config_.settings.chunk_bytes);
+  intra_node_ = std::make_unique<IntraNodeCollectives>(*shm_);
+  hierarchical_ =
+      std::make_unique<HierarchicalCollectives>(*intra_node_, nodes_, config_.settings.chunk_bytes);
   if (config_.settings.pipeline_k > 0) {
-    const auto make = [this](size_t bytes, size_t first, int n) {
-      return shared_segment("channels/" + std::to_string(n), clusters_.own(), bytes, first,
-                            shm_->deadline());
+    const auto make_segment = [this](size_t bytes, size_t first, int n) {
+      return open_shared_segment("channels/" + std::to_string(n), nodes_.own_ranks(), bytes, first,
+                                 shm_->deadline());
     };
-    pipelined_text_ = "pipelined, k=" + std::to_string(config_.settings.pipeline_k) + ", " +
-                      std::to_string(config_.settings.pipeline_nelem) + " elements a send";
-    pipeline_ = std::make_unique<Pipeline>(*shm_, clusters_, config_.settings, make);
+    pipeline_description_ = "pipelined, k=" + std::to_string(config_.settings.pipeline_k) + ", " +
+                            std::to_string(config_.settings.pipeline_nelem) + " elements a send";
+    pipeline_ = std::make_unique<Pipeline>(*shm_, nodes_, config_.settings, make_segment);
   }
-  open_.store(true, std::memory_order_release);
+  shared_memory_open_.store(true, std::memory_order_release);
 }
 
 uint64_t Group::progress() const {
   uint64_t moved = sequence_;
-  if (open_) moved += shm_->posted();
-  if (transport_) moved += transport_->moved();
+  if (shared_memory_open_) moved += shm_->posted();
+  if (transport_) moved += transport_->progress_count();
   return moved;
 }
 
 std::vector<Transport::Traffic> Group::traffic() const {
-  return met_ && transport_ ? transport_->sent()
-                            : std::vector<Transport::Traffic>(static_cast<size_t>(config_.size));
+  return identities_known_ && transport_
+             ? transport_->sent_traffic()
+             : std::vector<Transport::Traffic>(static_cast<size_t>(config_.size));
 }
 
-void Group::print(const std::string& words) const {
+void Group::print(const std::string& message) const {
   std::fprintf(stderr, "[fsccl] rank %d group '%s': %s\n",
                config_.global_ranks[static_cast<size_t>(config_.rank)], config_.name.c_str(),
-               words.c_str());
+               message.c_str());
 }
 
-std::string Group::clusters_text() { return clusters_.text(); }
+std::string Group::nodes_text() { return nodes_.text(); }
 
-const std::vector<Identity>& Group::everyone(const Deadline& d) {
-  if (!met_) or_fail("meeting", 0, [&] { meet(d); });
-  return who_;
+const std::vector<Identity>& Group::identities(const Deadline& d) {
+  if (!identities_known_) run_or_fail("meeting", 0, [&] { exchange_identities(d); });
+  return identities_;
 }
 
-std::string Group::learn(const std::string& key, int from, const Deadline& d) {
-  return await_key(key, from, d);
+std::string Group::wait_for_key(const std::string& key, int expected_rank, const Deadline& d) {
+  return poll_key(key, expected_rank, d);
 }
 
-// A ring, so that one rank that is gone, or neighbours that are, leave the others connected.
-void Group::keep_in_touch(const Deadline& d) {
-  meet(d);
-  if (config_.size > 1) transport_->touch((config_.rank + 1) % config_.size);
+// A ring, so that the others stay connected if one rank, or several neighbours, are gone.
+void Group::connect_abort_ring(const Deadline& d) {
+  exchange_identities(d);
+  if (config_.size > 1) transport_->ensure_connection((config_.rank + 1) % config_.size);
 }
 
-void Group::check_rank(int rank, const char* what) const {
+void Group::check_rank(int rank, const char* role) const {
   if (rank < 0 || rank >= config_.size) {
-    fail_usage(std::string(what) + " " + std::to_string(rank) + " is not in the group of " +
+    fail_usage(std::string(role) + " " + std::to_string(rank) + " is not in the group of " +
                std::to_string(config_.size) + " ranks");
   }
 }
 
 RequestPtr Group::send(int peer, uint64_t tag, const BufferList& memory, const Deadline& d,
-                       const OpCard& card) {
-  check_here();
+                       const CollectiveFingerprint& fingerprint) {
+  check_usable();
   check_rank(peer, "destination");
-  or_fail("send", tag, [&] {
-    check();
-    meet(d);
+  run_or_fail("send", tag, [&] {
+    throw_if_failed();
+    exchange_identities(d);
   });
-  return transport().send(peer, tag, memory, card);
+  return transport().send(peer, tag, memory, fingerprint);
 }
 
 RequestPtr Group::recv(int peer, uint64_t tag, const BufferList& memory, const Deadline& d,
-                       const OpCard& card) {
-  check_here();
+                       const CollectiveFingerprint& fingerprint) {
+  check_usable();
   if (peer != kAnySource) check_rank(peer, "source");
-  or_fail("recv", tag, [&] {
-    check();
-    meet(d);
+  run_or_fail("recv", tag, [&] {
+    throw_if_failed();
+    exchange_identities(d);
   });
-  return transport().recv(peer, tag, memory, card);
+  return transport().recv(peer, tag, memory, fingerprint);
 }
 
 Transport& Group::transport() const {
@@ -301,10 +311,10 @@ Transport& Group::transport() const {
 }
 
 void Group::wait(OpCode op, const RequestPtr& request, const Deadline& d) {
-  check_process();
-  or_fail(name_of(op), request->tag, [&] {
+  check_not_forked();
+  run_or_fail(name_of(op), request->tag, [&] {
     transport_->wait(request, d, [this] {
-      if (open_) shm_->throw_if_aborted();
+      if (shared_memory_open_) shm_->throw_if_aborted();
     });
   });
 }

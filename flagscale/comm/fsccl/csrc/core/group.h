@@ -1,16 +1,16 @@
-// A group of ranks and its collectives: the face of the core.
+// A group of ranks and its collectives: the public interface of the core.
 //
-// Making a group publishes who this rank is and waits for nobody. The first point-to-point message
-// needs the others' addresses, the first collective also the cluster's shared segment; both come
-// through the Rendezvous (rendezvous.h).
+// The constructor publishes the identity of this rank and does not wait for other ranks. The first
+// point-to-point message needs the identities of all ranks, the first collective also the shared
+// segment of the node; both come through the Rendezvous (rendezvous.h).
 //
-// Collectives block, are called by all ranks in the same order, and by one thread at a time.
-// send() and recv() may be called by any thread. The first error of any kind, once the arguments of
-// a call have been looked at, fails the group for good: it is told to all ranks, and whatever they
-// call later throws it again, naming the rank at fault, in the same words everywhere (conclude()).
+// Collectives block. All ranks call them in the same order, from one thread at a time. send() and
+// recv() may be called by any thread. After the arguments of a call have been checked, the first
+// error of any kind fails the group for good: it is sent to all ranks, and every later call on any
+// rank throws it again, with the same message, which names the rank at fault (record_error()).
 //
-// A forked child shares memory and connections with its parent, and may use neither: all that it
-// calls is refused, and it leaves and ends without touching them.
+// A forked child has copies of its parent's memory and connections and may use neither. All its
+// calls are refused, and its shutdown and destructor do not touch them.
 #pragma once
 
 #include <atomic>
@@ -21,7 +21,8 @@
 #include <string>
 #include <vector>
 
-#include "hierarchy.h"
+#include "collectives.h"
+#include "hierarchical.h"
 #include "pipeline.h"
 #include "rendezvous.h"
 #include "transport.h"
@@ -31,20 +32,22 @@ namespace fsccl {
 
 namespace datagram {
 class Socket;
-class Tail;
+class BoundedAllReduce;
 }  // namespace datagram
 
+// Parameters of a Group on one rank. `size` and the shared settings are equal on all ranks.
 struct GroupConfig {
   int rank = 0;
   int size = 1;
   std::string name = "group";
-  std::vector<int> global_ranks;  // empty: the group's own numbers
+  std::vector<int> global_ranks;  // ranks in the whole job; empty: the same as in the group
   Settings settings;
-  Native native;  // what this rank tells the others of its device
-  std::shared_ptr<Device> network;  // null: this process's own
+  NativeLibrary native;             // native library of the device of this rank
+  std::shared_ptr<Device> network;  // null: the device that the settings ask for
 };
 
-class Group {
+// One rank's end of a group.
+class Group final : public Collectives {
  public:
   Group(std::unique_ptr<Store> store, GroupConfig config);
   ~Group();
@@ -52,175 +55,185 @@ class Group {
   int rank() const { return config_.rank; }
   int size() const { return config_.size; }
 
-  // Sizes are in elements where there is a reduction, else in bytes inside BufferList. `in` may be
-  // `out`. Lists have one entry a rank; entries may differ in size if all ranks agree on them.
-  // `of`: whose memory it is, where `in` is a copy (datagram/feedback.h).
+  // As declared in Collectives. `bucket` is the memory that error feedback is kept for, where `in`
+  // is a copy of it (datagram/error_feedback.h).
   void all_reduce(const void* in, void* out, size_t count, const Reduction& r, const Deadline& d,
-                  const void* of = nullptr);
+                  const void* bucket);
+  void all_reduce(const void* in, void* out, size_t count, const Reduction& r,
+                  const Deadline& d) override {
+    all_reduce(in, out, count, r, d, nullptr);
+  }
   void reduce(const void* in, void* out, size_t count, const Reduction& r, int root,
-              const Deadline& d);
+              const Deadline& d) override;
   void reduce_scatter(const BufferLists& in, const BufferList& out, const Reduction& r,
-                      const Deadline& d);
-  // `width` is the size of an element, in which pipelined schedules count.
+                      const Deadline& d) override;
+  // `width` is the element size in bytes, the unit in which pipelined schedules count.
   void all_gather(const BufferList& in, const BufferLists& out, const Deadline& d,
-                  size_t width = 1);
-  void broadcast(const BufferList& buffer, int root, const Deadline& d);
-  void gather(const BufferList& in, const BufferLists& out, int root, const Deadline& d);
-  void scatter(const BufferLists& in, const BufferList& out, int root, const Deadline& d);
+                  size_t width = 1) override;
+  void broadcast(const BufferList& buffer, int root, const Deadline& d) override;
+  void gather(const BufferList& in, const BufferLists& out, int root, const Deadline& d) override;
+  void scatter(const BufferLists& in, const BufferList& out, int root, const Deadline& d) override;
   // Ranks need to know only their own sizes.
-  void all_to_all(const BufferLists& send, const BufferLists& recv, const Deadline& d);
-  void barrier(const Deadline& d);
-  // By messages to rank 0 and back, so that the error names every rank that did not come.
+  void all_to_all(const BufferLists& send, const BufferLists& recv, const Deadline& d) override;
+  void barrier(const Deadline& d) override;
+  // Barrier by messages to rank 0 and back, so that the error names every rank that did not arrive.
   void monitored_barrier(const Deadline& d);
 
   static constexpr int kAnySource = Transport::kAnySource;
-  // The deadline is for meeting the group, wait() has its own.
+  // Starts a message. The deadline is for exchanging identities; wait() has its own.
   RequestPtr send(int peer, uint64_t tag, const BufferList& memory, const Deadline& d,
-                  const OpCard& card = {});
+                  const CollectiveFingerprint& fingerprint = {});
   RequestPtr recv(int peer, uint64_t tag, const BufferList& memory, const Deadline& d,
-                  const OpCard& card = {});
+                  const CollectiveFingerprint& fingerprint = {});
   void wait(OpCode op, const RequestPtr& request, const Deadline& d);
   void notify(const RequestPtr& request, std::function<void()> then) {
     transport().notify(request, std::move(then));
   }
 
-  // Fails the group: who waits, here or elsewhere, stops waiting. Any thread may call.
-  void abort(const std::string& why);
-  // Leaves in good order.
+  // Fails the group: waits on all ranks end. Any thread may call.
+  void abort(const std::string& error);
+  // Leaves the group in good order. The destructor calls it, too.
   void shutdown();
   std::optional<std::string> failure() const;
-  // A number that changes while operations move. Any thread may call.
+  // Returns a number that changes while operations make progress. Any thread may call.
   uint64_t progress() const;
-  // What the last operation took, in words; whoever does operations beside the core says it too.
+  // Description of the algorithm of the last operation. A device engine sets it, too.
   const char* last_algorithm() const { return last_algorithm_.load(std::memory_order_relaxed); }
-  void took(const char* algorithm) {  // which must live as long as the group
+  void set_last_algorithm(const char* algorithm) {  // `algorithm` must live as long as the group
     last_algorithm_.store(algorithm, std::memory_order_relaxed);
   }
-  // What this rank has sent to each rank by messages: nothing to those beside it. Any thread.
+  // Messages and bytes that this rank has sent to each rank; data in shared memory does not count.
+  // Any thread may call.
   std::vector<Transport::Traffic> traffic() const;
-  // And by datagrams, all of them, with their headers. Any thread.
-  std::vector<Transport::Traffic> datagrams() const;
-  // Whether all_reduces may go by datagrams here, if the settings ask for it. The first call
-  // connects: all ranks come to it as to a collective.
-  bool has_tail(const Deadline& d);
-  // What all_reduces by datagrams have met (datagram/tail.h), by name; empty where there are none.
-  std::map<std::string, double> tail_statistics() const;
-  // Tells who has set FSCCL_DEBUG what words() makes, if anyone has.
+  // The same for datagrams, including their headers. Any thread may call.
+  std::vector<Transport::Traffic> datagram_traffic() const;
+  // Returns whether all_reduce can use datagrams here, if the settings ask for it. The first call
+  // connects: all ranks call it, as they call a collective.
+  bool has_bounded_all_reduce(const Deadline& d);
+  // Counters of the bounded all_reduce (datagram/bounded_all_reduce.h), by name; empty if there is
+  // none.
+  std::map<std::string, double> bounded_statistics() const;
+  // Logs the text that make_text() returns, if FSCCL_DEBUG=INFO.
   template <class F>
-  void say(F words) const {
-    if (config_.settings.debug) print(words());
+  void log_debug(F make_text) const {
+    if (config_.settings.debug) print(make_text());
   }
-  // "2+2 ranks"; needs a connected group.
-  std::string clusters_text();
+  // Returns the ranks per node, such as "2+2 ranks". Needs a connected group.
+  std::string nodes_text();
 
-  // For an engine beside the core's own, which moves the memory of devices (csrc/device).
+  // For a device engine (csrc/device), which moves the memory of devices:
   const GroupConfig& config() const { return config_; }
-  const std::vector<Identity>& everyone(const Deadline& d);  // waits until all are known
-  // Whom the collective under way waits for, by name; empty when nobody is known. Any thread may
-  // call; other clusters' ranks are asked, until the deadline.
-  std::string awaited_name(const Deadline& d);
+  const std::vector<Identity>& identities(const Deadline& d);  // waits until all are known
+  // Returns the name of the rank that the collective in progress waits for, empty if it is unknown.
+  // Asks ranks of other nodes, until the deadline. Any thread may call.
+  std::string awaited_rank_name(const Deadline& d);
   const std::string& name(int rank) const { return names_[static_cast<size_t>(rank)]; }
-  void tell(const std::string& key, const std::string& value) {
+  void set_key(const std::string& key, const std::string& value) {
     rendezvous_.store().set(key, value);
   }
-  // What these ranks of a host share: the first makes it, and reserves its first bytes.
-  Segment shared_segment(const std::string& what, const std::vector<int>& sharers, size_t bytes,
-                         size_t first, const Deadline& d);
-  std::string learn(const std::string& key, int from, const Deadline& d);  // what `from` tells
-  void check() const;  // throws what failed the group, if anything did
-  // Throws Error(kAborted) in a child forked from the process that has made the group.
-  void check_process() const;
-  // The same, and Error(kAborted) after shutdown(): no failure of the group's, and told to nobody.
-  void check_here() const;
+  // Opens a segment that ranks of one host share. The first of `sharers` creates it and reserves
+  // its first `first` bytes.
+  Segment open_shared_segment(const std::string& segment_name, const std::vector<int>& sharers,
+                              size_t bytes, size_t first, const Deadline& d);
+  // Waits until rank `from` has set the key, and returns its value.
+  std::string wait_for_key(const std::string& key, int from, const Deadline& d);
+  void throw_if_failed() const;  // throws the recorded error, if there is one
+  // Throws Error(kAborted) in a child forked from the process that created the group.
+  void check_not_forked() const;
+  // As check_not_forked(), and throws Error(kAborted) after shutdown(). Neither fails the group or
+  // is reported to other ranks.
+  void check_usable() const;
   bool forked() const;
-  // As check(), and if a rank that shares memory with this one is gone. Any thread may call.
-  void look() const;
-  // Sees to it that every rank hears of a failure, also one that no message has connected: who
-  // waits elsewhere than here (in a native library) may need it. All ranks call it.
-  void keep_in_touch(const Deadline& d);
-  // Fails the group, tells everyone, and throws `why` with the operation's name.
-  [[noreturn]] void fail(const char* what, uint64_t sequence, const Error& why);
-  // As fail(), where nobody waits for the exception.
-  void give_up(const char* what, uint64_t sequence, const Error& why);
-  // Tells the user, also one who has not asked.
-  void warn(const std::string& words) const { print(words); }
+  // As throw_if_failed(), and throws if a rank of this node has ended. Any thread may call.
+  void check_peers() const;
+  // Connects each rank to the next, so that every rank learns of a failure, even if no message has
+  // connected it. Needed by ranks that wait outside the core, in a native library. All ranks call
+  // it.
+  void connect_abort_ring(const Deadline& d);
+  // Fails the group, reports to all ranks, and throws `error` with the name of the operation.
+  [[noreturn]] void fail(const char* operation, uint64_t sequence, const Error& error);
+  // As fail(), for callers that do not need the exception.
+  void fail_without_throw(const char* operation, uint64_t sequence, const Error& error);
+  // Prints a warning at any level of FSCCL_DEBUG.
+  void warn(const std::string& message) const { print(message); }
 
  private:
-  void print(const std::string& words) const;
+  void print(const std::string& message) const;
   template <class F>
-  void collective(OpCard card, const Deadline& d, F&& body);
-  void exchange_pairs(const OpCard& what, const BufferLists& send, const BufferLists& recv,
-                      const Deadline& d);
-  void chose(const OpCard& card, const char* algorithm);
+  void collective(CollectiveFingerprint fingerprint, const Deadline& d, F&& body);
+  void exchange_pairs(const CollectiveFingerprint& operation, const BufferLists& send,
+                      const BufferLists& recv, const Deadline& d);
+  void log_algorithm(const CollectiveFingerprint& fingerprint, const char* algorithm);
 
   void publish();
-  void meet(const Deadline& d);      // learn who the others are
-  void open_shm(const Deadline& d);  // map the cluster's segment
-  std::string await_key(const std::string& key, int from, const Deadline& d);
-  void wait_at_rendezvous(int from, const Deadline& d, const std::function<bool()>& come);
-  void hear_failure();  // throws what a rank has told at the rendezvous
-  void check_leader(int leader) const;
-  bool near(int rank) const;
-  bool has_witness(int rank) const;
-  Error seen_closer(const Error& why);
-  Error conclude(const Error& why);
-  void enroll();
-  void tell_other_groups(const Error& why);
-  void hear_of_end(uint64_t process, const char* how);
-  std::optional<Error> verdict() const;
-  // Calls body(), and fails the group by what it throws.
+  void exchange_identities(const Deadline& d);  // learn who the ranks are
+  void open_shared_memory(const Deadline& d);   // map the segment of the node
+  std::string poll_key(const std::string& key, int from, const Deadline& d);
+  void wait_at_rendezvous(int from, const Deadline& d, const std::function<bool()>& arrived);
+  void poll_failure();  // throws a failure that a rank has reported through the store
+  void check_segment_owner(int leader) const;
+  bool is_same_host(int rank) const;
+  bool has_node_peer(int rank) const;
+  Error refine_peer_loss(const Error& error);
+  Error record_error(const Error& error);
+  void register_group();
+  void report_to_other_groups(const Error& error);
+  void on_process_end(uint64_t process, const char* suffix);
+  std::optional<Error> recorded_error() const;
+  // Calls body(). Fails the group if it throws.
   template <class F>
-  auto or_fail(const char* what, uint64_t sequence, F&& body) -> decltype(body());
-  void check_rank(int rank, const char* what) const;
+  auto run_or_fail(const char* operation, uint64_t sequence, F&& body) -> decltype(body());
+  void check_rank(int rank, const char* role) const;
   Transport& transport() const;
   std::string describe(int rank) const;
-  static constexpr int kNobody = -1, kWhoeverIsAbsent = -2;
-  bool hierarchical() const { return clusters_.count() > 1; }
-  bool pipelined(const OpCard& card);
-  void all_reduce_exactly(const OpCard& card, const void* in, void* out, size_t count,
-                          const Reduction& r);
-  void open_tail(const Deadline& d);
-  size_t meet_datagrams(datagram::Socket* socket, const std::string& address, const Deadline& d);
-  RequestBatch batch();
-  int awaited() const;
-  void hear_all(const OpCard& card, const Deadline& d);
+  static constexpr int kNobody = -1, kAnyAbsentRank = -2;
+  bool spans_nodes() const { return nodes_.count() > 1; }
+  bool use_pipeline(const CollectiveFingerprint& fingerprint);
+  void all_reduce_exactly(const CollectiveFingerprint& fingerprint, const void* in, void* out,
+                          size_t count, const Reduction& r);
+  void open_bounded_all_reduce(const Deadline& d);
+  size_t exchange_datagram_addresses(datagram::Socket* socket, const std::string& address,
+                                     const Deadline& d);
+  RequestBatch make_request_batch();
+  int awaited_rank() const;
+  void collect_barrier_reports(const CollectiveFingerprint& fingerprint, const Deadline& d);
 
   GroupConfig config_;
   Rendezvous rendezvous_;
-  Identity me_;
+  Identity identity_;
   std::vector<std::string> names_;
-  Clusters clusters_;
-  std::vector<Identity> who_;
-  std::unique_ptr<datagram::Tail> tail_;  // its memory is that of messages
-  std::atomic<bool> tail_open_{false};
-  bool tail_asked_ = false;
+  RankPartition nodes_;
+  std::vector<Identity> identities_;
+  std::unique_ptr<datagram::BoundedAllReduce> bounded_all_reduce_;  // uses the transport's memory
+  std::atomic<bool> bounded_open_{false};
+  bool bounded_tried_ = false;
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<ShmSteps> shm_;
-  std::unique_ptr<Local> local_;
-  std::unique_ptr<Hierarchy> hierarchy_;
-  std::unique_ptr<Pipeline> pipeline_;  // where the settings ask for it
-  std::string pipelined_text_;          // and what it is called
+  std::unique_ptr<IntraNodeCollectives> intra_node_;
+  std::unique_ptr<HierarchicalCollectives> hierarchical_;
+  std::unique_ptr<Pipeline> pipeline_;  // only if the settings ask for it
+  std::string pipeline_description_;    // name of its algorithm
   std::atomic<const char*> last_algorithm_{"none yet"};
-  std::atomic<uint64_t> sequence_{0};  // of collectives
-  // When the collective under way must have failed. Its waits end a little earlier where the rank
-  // at fault may have to be asked for.
-  Deadline patience_ = Deadline::after(Deadline::Ms(0));
-  std::mutex meeting_;
-  std::atomic<bool> met_{false}, open_{false};
-  std::atomic<int> absent_{kNobody};  // who is awaited at the rendezvous
-  mutable std::mutex verdict_mutex_;
-  std::unique_ptr<Error> verdict_;
-  std::atomic<bool> failed_{false}, left_{false};
+  std::atomic<uint64_t> sequence_{0};  // number of collectives so far
+  // Deadline of the collective in progress. Waits inside it may end a little earlier, so that there
+  // is time to find the rank at fault.
+  Deadline deadline_ = Deadline::after(Deadline::Ms(0));
+  std::mutex identities_mutex_;
+  std::atomic<bool> identities_known_{false}, shared_memory_open_{false};
+  std::atomic<int> awaited_at_rendezvous_{kNobody};  // rank that wait_at_rendezvous() waits for
+  mutable std::mutex recorded_error_mutex_;
+  std::unique_ptr<Error> recorded_error_;
+  std::atomic<bool> failed_{false}, shut_down_{false};
 };
 
 template <class F>
-auto Group::or_fail(const char* what, uint64_t sequence, F&& body) -> decltype(body()) {
+auto Group::run_or_fail(const char* operation, uint64_t sequence, F&& body) -> decltype(body()) {
   try {
     return body();
   } catch (const Error& e) {
-    fail(what, sequence, e);
-  } catch (const std::exception& e) {  // such as no memory, or a store that is gone
-    fail(what, sequence,
+    fail(operation, sequence, e);
+  } catch (const std::exception& e) {  // such as bad_alloc, or a lost store
+    fail(operation, sequence,
          Error(Fault::kSystem, config_.rank,
                names_[static_cast<size_t>(config_.rank)] + ": " + e.what()));
   }

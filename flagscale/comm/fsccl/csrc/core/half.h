@@ -1,4 +1,5 @@
-// float <-> bfloat16 / float16, rounding to nearest even as IEEE 754 asks. NaN stays NaN.
+// Conversions between float and bfloat16 or float16. They round to nearest even, as IEEE 754
+// requires; NaN stays NaN.
 #pragma once
 
 #include <cstddef>
@@ -36,11 +37,12 @@ FSCCL_HD inline uint16_t float_to_bf16(float f) {
 }
 
 FSCCL_HD inline float f16_to_float(uint16_t h) {
-  const uint32_t sign = uint32_t{h & 0x8000u} << 16, body = h & 0x7FFFu;
-  if (body >= 0x7C00) return bits_to_float(sign | 0x7F800000 | ((body & 0x3FF) << 13));
-  if (body >= 0x400) return bits_to_float(sign | ((body << 13) + 0x38000000));
-  const float tiny = static_cast<float>(body) * 5.9604644775390625e-8f;  // subnormal: body * 2^-24
-  return bits_to_float(sign | float_to_bits(tiny));
+  const uint32_t sign = uint32_t{h & 0x8000u} << 16, magnitude = h & 0x7FFFu;
+  if (magnitude >= 0x7C00) return bits_to_float(sign | 0x7F800000 | ((magnitude & 0x3FF) << 13));
+  if (magnitude >= 0x400) return bits_to_float(sign | ((magnitude << 13) + 0x38000000));
+  const float subnormal =
+      static_cast<float>(magnitude) * 5.9604644775390625e-8f;  // magnitude * 2^-24
+  return bits_to_float(sign | float_to_bits(subnormal));
 }
 
 FSCCL_HD inline uint16_t float_to_f16(float f) {

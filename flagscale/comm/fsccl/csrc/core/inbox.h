@@ -1,5 +1,6 @@
-// Of one peer: the messages that it has announced, and the receives that wait for others. Messages
-// and receives of a tag meet in order; every look-up takes the same time however many there are.
+// Messages that one peer has announced, and receives that wait for messages. Messages and receives
+// of a tag match in order. Every look-up takes the same time, however many entries there are. The
+// lock of the transport guards all of it.
 #pragma once
 
 #include <atomic>
@@ -16,25 +17,28 @@ namespace fsccl {
 
 class Connection;
 
-// A message that has been announced.
+// An announced message.
 struct Incoming {
   uint64_t message = 0, tag = 0, total = 0;
   uint64_t received = 0;
-  OpCard card;
-  bool asks = false;
-  Connection* connection = nullptr;  // where it was announced
+  CollectiveFingerprint fingerprint;
+  // The sender waits for kClear before it sends the body.
+  bool needs_clear = false;
+  Connection* connection = nullptr;  // connection on which it was announced
   RequestPtr request;                // null until a receive matches
-  std::shared_ptr<std::byte[]> kept;
-  bool keeps = false;  // the body goes to `kept`
+  // Memory of the body, if no receive has matched when it starts.
+  std::shared_ptr<std::byte[]> buffer;
+  bool is_buffered = false;  // the body goes to `buffer`
 
   bool complete() const { return received == total; }
 };
 
 // Receives that wait for a message, by tag.
-class Calls {
+class PendingReceives {
  public:
-  struct Call {
-    uint64_t order;  // among all receives, also those from anyone
+  // A receive and its position among all receives.
+  struct PendingReceive {
+    uint64_t order;  // among all receives of the transport, including those from any source
     RequestPtr request;
   };
 
@@ -42,105 +46,111 @@ class Calls {
   void add(uint64_t order, RequestPtr request) {
     by_tag_[request->tag].push_back({order, std::move(request)});
   }
-  // The first one of a tag; null when there is none.
-  const Call* first(uint64_t tag) const {
-    const auto found = by_tag_.find(tag);
-    return found == by_tag_.end() ? nullptr : &found->second.front();
+  // Returns the first receive of a tag, null if there is none.
+  const PendingReceive* first(uint64_t tag) const {
+    const auto entry = by_tag_.find(tag);
+    return entry == by_tag_.end() ? nullptr : &entry->second.front();
   }
   RequestPtr take_first(uint64_t tag) {
-    const auto found = by_tag_.find(tag);
-    RequestPtr out = std::move(found->second.front().request);
-    found->second.pop_front();
-    if (found->second.empty()) by_tag_.erase(found);
+    const auto entry = by_tag_.find(tag);
+    RequestPtr out = std::move(entry->second.front().request);
+    entry->second.pop_front();
+    if (entry->second.empty()) by_tag_.erase(entry);
     return out;
   }
-  // Calls f(request) of the first one of every tag from `lowest` on.
+  // Calls f(request) for the first receive of every tag from `lowest` on.
   template <class F>
   void each_first(uint64_t lowest, F&& f) const {
     for (auto at = by_tag_.lower_bound(lowest); at != by_tag_.end(); ++at) {
       f(at->second.front().request);
     }
   }
-  void fail_all(const Error& why) {
-    for (auto& [tag, calls] : by_tag_) {
-      for (const Call& c : calls) c.request->fail(why);
+  void fail_all(const Error& error) {
+    for (auto& [tag, receives] : by_tag_) {
+      for (const PendingReceive& c : receives) c.request->fail(error);
     }
     by_tag_.clear();
   }
 
  private:
-  std::map<uint64_t, std::deque<Call>> by_tag_;
+  std::map<uint64_t, std::deque<PendingReceive>> by_tag_;
 };
 
+// The messages of one peer, in the order of their announcements.
 class Inbox {
  public:
-  // What a message costs beside its bytes, roughly.
-  static constexpr size_t kEachBytes = 256;
+  // Approximate memory of a message in addition to its body.
+  static constexpr size_t kOverheadBytes = 256;
 
   Inbox() = default;
   Inbox(const Inbox&) = delete;
   Inbox& operator=(const Inbox&) = delete;
-  ~Inbox() { keep(0); }
+  ~Inbox() { set_buffered_bytes(0); }
 
-  // Counts in `all` too, with other inboxes, what is kept; called once, before anything is.
-  void count_in(std::atomic<size_t>* all) { all_kept_ = all; }
-  // Of messages that nobody has called for.
-  size_t kept_bytes() const { return kept_; }
-  static size_t kept_of(const Incoming& m) { return kEachBytes + (m.asks ? 0 : m.total); }
+  // Sets a counter to which this inbox adds the bytes that it buffers, as other inboxes do. Called
+  // once, before any message arrives.
+  void set_total_counter(std::atomic<size_t>* total) { total_buffered_ = total; }
+  // Bytes of messages that no receive has matched.
+  size_t buffered_bytes() const { return buffered_; }
+  static size_t buffered_size(const Incoming& m) {
+    return kOverheadBytes + (m.needs_clear ? 0 : m.total);
+  }
 
-  // `m.request` is set when a receive has matched it already.
+  // Adds a message. Its `request` is set if a receive has matched it already.
   Incoming& add(Incoming m) {
     Incoming& added = *all_.insert(all_.end(), std::move(m));
     by_message_[added.message] = std::prev(all_.end());
     if (!added.request) {
-      waiting_[added.tag].push_back(&added);
-      keep(kept_ + kept_of(added));
+      unmatched_[added.tag].push_back(&added);
+      set_buffered_bytes(buffered_ + buffered_size(added));
     }
     return added;
   }
   Incoming* find(uint64_t message) {
-    const auto found = by_message_.find(message);
-    return found == by_message_.end() ? nullptr : &*found->second;
+    const auto entry = by_message_.find(message);
+    return entry == by_message_.end() ? nullptr : &*entry->second;
   }
-  // The first that nobody has called for; null when there is none.
-  Incoming* waiting(uint64_t tag) const {
-    const auto found = waiting_.find(tag);
-    return found == waiting_.end() ? nullptr : found->second.front();
+  // Returns the first unmatched message of a tag, null if there is none.
+  Incoming* first_unmatched(uint64_t tag) const {
+    const auto entry = unmatched_.find(tag);
+    return entry == unmatched_.end() ? nullptr : entry->second.front();
   }
-  // Calls f(message) of the first of every tag from `lowest` on that nobody has called for.
+  // Calls f(message) for the first unmatched message of every tag from `lowest` on.
   template <class F>
-  void each_waiting(uint64_t lowest, F&& f) const {
-    for (auto at = waiting_.lower_bound(lowest); at != waiting_.end(); ++at) f(*at->second.front());
+  void each_first_unmatched(uint64_t lowest, F&& f) const {
+    for (auto at = unmatched_.lower_bound(lowest); at != unmatched_.end(); ++at)
+      f(*at->second.front());
   }
-  // Of the first one that waits with its tag.
+  // Matches the first unmatched message of its tag with a receive.
   void match(Incoming& m, RequestPtr request) {
-    const auto found = waiting_.find(m.tag);
-    found->second.pop_front();
-    if (found->second.empty()) waiting_.erase(found);
-    keep(kept_ - kept_of(m));
+    const auto entry = unmatched_.find(m.tag);
+    entry->second.pop_front();
+    if (entry->second.empty()) unmatched_.erase(entry);
+    set_buffered_bytes(buffered_ - buffered_size(m));
     m.request = std::move(request);
   }
-  // One that has been matched.
-  Incoming take(uint64_t message) {
-    const auto found = by_message_.find(message);
-    Incoming out = std::move(*found->second);
-    all_.erase(found->second);
-    by_message_.erase(found);
+  // Removes a message that has been matched.
+  Incoming remove_matched(uint64_t message) {
+    const auto entry = by_message_.find(message);
+    Incoming out = std::move(*entry->second);
+    all_.erase(entry->second);
+    by_message_.erase(entry);
     return out;
   }
-  // The peer has gone: what is not there will not come.
-  void fail_unfinished(const Error& why) {
+  // The peer is gone, so that missing data will not arrive: fails the requests and drops all
+  // messages but complete unmatched ones.
+  void fail_unfinished(const Error& error) {
     for (Incoming& m : all_) {
-      if (m.request) m.request->fail(why);
+      if (m.request) m.request->fail(error);
       m.connection = nullptr;
     }
-    std::list<Incoming> before;
-    before.swap(all_);
+    std::list<Incoming> previous;
+    previous.swap(all_);
     by_message_.clear();
-    waiting_.clear();
-    keep(0);
-    for (Incoming& m : before) {
-      if (m.complete() && !m.asks && !m.request) add(std::move(m));
+    unmatched_.clear();
+    set_buffered_bytes(0);
+    for (Incoming& m : previous) {
+      if (m.complete() && !m.needs_clear && !m.request) add(std::move(m));
     }
   }
   void forget_connection(const Connection* connection) {
@@ -150,16 +160,16 @@ class Inbox {
   }
 
  private:
-  void keep(size_t bytes) {
-    if (all_kept_ != nullptr) *all_kept_ += bytes - kept_;
-    kept_ = bytes;
+  void set_buffered_bytes(size_t bytes) {
+    if (total_buffered_ != nullptr) *total_buffered_ += bytes - buffered_;
+    buffered_ = bytes;
   }
 
   std::list<Incoming> all_;
   std::unordered_map<uint64_t, std::list<Incoming>::iterator> by_message_;
-  std::map<uint64_t, std::deque<Incoming*>> waiting_;
-  size_t kept_ = 0;
-  std::atomic<size_t>* all_kept_ = nullptr;
+  std::map<uint64_t, std::deque<Incoming*>> unmatched_;
+  size_t buffered_ = 0;
+  std::atomic<size_t>* total_buffered_ = nullptr;
 };
 
 }  // namespace fsccl

@@ -1,4 +1,4 @@
-// Interval arithmetic: how a buffer is cut among ranks, and which parts of two cuts meet.
+// Interval arithmetic: dividing a buffer among ranks, and intersecting two divisions.
 #pragma once
 
 #include <algorithm>
@@ -9,14 +9,15 @@
 
 namespace fsccl {
 
+// The half-open interval [lo, hi), in bytes or elements.
 struct Interval {
   size_t lo = 0, hi = 0;
   FSCCL_HD size_t size() const { return hi > lo ? hi - lo : 0; }
   FSCCL_HD bool empty() const { return hi <= lo; }
 };
 
-// The i-th of `parts` intervals of [0, n), each a multiple of `grain` but the last; sizes differ
-// by at most one grain, so that no rank idles on odd sizes.
+// Returns the i-th of `parts` intervals of [0, n). All but the last are multiples of `grain`. Sizes
+// differ by at most one grain, so that no rank idles on odd sizes.
 FSCCL_HD inline Interval cut(size_t n, size_t parts, size_t i, size_t grain = 1) {
   const size_t grains = (n + grain - 1) / grain;
   const size_t each = grains / parts, extra = grains % parts;
@@ -25,11 +26,12 @@ FSCCL_HD inline Interval cut(size_t n, size_t parts, size_t i, size_t grain = 1)
   return {lo < n ? lo : n, hi < n ? hi : n};
 }
 
+// Returns the intersection, which may be empty.
 FSCCL_HD inline Interval overlap(Interval a, Interval b) {
   return {a.lo > b.lo ? a.lo : b.lo, a.hi < b.hi ? a.hi : b.hi};
 }
 
-// All `parts` intervals of [base, base + n).
+// Returns all `parts` intervals of [base, base + n), as cut() divides them.
 inline std::vector<Interval> cut_all(size_t base, size_t n, size_t parts, size_t grain = 1) {
   std::vector<Interval> out(parts);
   for (size_t i = 0; i < parts; ++i) {

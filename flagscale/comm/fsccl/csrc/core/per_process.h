@@ -1,6 +1,8 @@
-// What a process has one of. A forked child has its own: its parent's is not its to end, and locks
-// in it may be held by threads that are not here. Never destroyed: threads and objects that outlive
-// every static one may still use it.
+// One object of type T per process.
+//
+// A forked child gets an object of its own: that of the parent is not the child's to close, and its
+// locks may be held by threads that do not exist in the child. Objects are never destroyed, because
+// threads and objects that outlive all static objects may still use them.
 #pragma once
 
 #include <unistd.h>
@@ -9,17 +11,18 @@
 
 namespace fsccl {
 
+// Returns the object of the calling process, created on first use. Any thread may call.
 template <class T>
 T& per_process() {
-  struct Owned {
+  struct Instance {
     const pid_t process = getpid();
     T value;
   };
-  static std::atomic<Owned*> it{new Owned};
-  Owned* now = it;
-  if (now->process == getpid()) return now->value;
-  auto* const own = new Owned;
-  return it.compare_exchange_strong(now, own) ? own->value : it.load()->value;
+  static std::atomic<Instance*> current{new Instance};
+  Instance* instance = current;
+  if (instance->process == getpid()) return instance->value;
+  auto* const fresh = new Instance;
+  return current.compare_exchange_strong(instance, fresh) ? fresh->value : current.load()->value;
 }
 
 }  // namespace fsccl

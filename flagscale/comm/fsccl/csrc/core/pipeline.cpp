@@ -6,238 +6,251 @@
 namespace fsccl {
 namespace {
 
-// Cuts of blocks lie on cache lines, which hold whole elements of every type.
+// Blocks are cut at cache lines, which hold whole elements of every type.
 constexpr size_t kPieceGrain = kCacheLine;
 
 size_t longest_block(const BufferLists& blocks) {
-  size_t most = 0;
-  for (const BufferList& b : blocks) most = std::max(most, b.bytes());
-  return most;
+  size_t longest = 0;
+  for (const BufferList& b : blocks) longest = std::max(longest, b.bytes());
+  return longest;
 }
 
 }  // namespace
 
-Pipeline::Pipeline(ShmSteps& shm, const Clusters& clusters, const Settings& settings,
-                   Channels::MakeSegment make)
+Pipeline::Pipeline(ShmSteps& shm, const RankPartition& nodes, const Settings& settings,
+                   Channels::MakeSegment make_segment)
     : shm_(shm),
       settings_(settings),
-      channels_(shm, static_cast<size_t>(settings.pipeline_k), std::move(make)),
-      one_host_(clusters.count() == 1),
-      wires_(static_cast<size_t>(settings.pipeline_k)) {
-  for (int c = 0; c < clusters.count(); ++c) {
-    const auto& members = clusters.ranks[static_cast<size_t>(c)];
+      channels_(shm, static_cast<size_t>(settings.pipeline_k), std::move(make_segment)),
+      one_node_(nodes.count() == 1),
+      remote_buffers_(static_cast<size_t>(settings.pipeline_k)) {
+  for (int c = 0; c < nodes.count(); ++c) {
+    const auto& members = nodes.ranks[static_cast<size_t>(c)];
     for (size_t i = 0; i < members.size(); ++i) {
-      const int at = c == clusters.mine ? static_cast<int>(i) : -1;
-      if (at == clusters.index) position_ = places_.size();
-      places_.push_back({members[i], at});
+      const int step = c == nodes.own_part ? static_cast<int>(i) : -1;
+      if (step == nodes.own_index) position_ = ring_members_.size();
+      ring_members_.push_back({members[i], step});
     }
   }
 }
 
-void Pipeline::all_gather(RequestBatch& x, const BufferLists& buffer, size_t width) {
-  Task task;
-  task.width = width;
-  for (const Neighbour& n : places_) task.out.push_back(buffer[static_cast<size_t>(n.rank)]);
-  task.in.resize(places_.size());
-  task.in[position_] = task.out[position_];
-  run(x, std::move(task), longest_block(buffer));
+void Pipeline::all_gather(RequestBatch& requests, const BufferLists& buffer, size_t width) {
+  Operation operation;
+  operation.width = width;
+  for (const Neighbour& n : ring_members_)
+    operation.out.push_back(buffer[static_cast<size_t>(n.rank)]);
+  operation.in.resize(ring_members_.size());
+  operation.in[position_] = operation.out[position_];
+  run(requests, std::move(operation), longest_block(buffer));
 }
 
-void Pipeline::reduce_scatter(RequestBatch& x, const BufferLists& in, const BufferList& out,
+void Pipeline::reduce_scatter(RequestBatch& requests, const BufferLists& in, const BufferList& out,
                               const Reduction& r) {
-  Task task;
-  task.kind = PipelineKind::kReduceScatter;
-  task.width = r.width();
-  task.reduction = r;
-  for (const Neighbour& n : places_) task.in.push_back(in[static_cast<size_t>(n.rank)]);
-  task.out.resize(places_.size());
-  task.out[position_] = out;
-  run(x, std::move(task), longest_block(in));
+  Operation operation;
+  operation.kind = PipelineKind::kReduceScatter;
+  operation.width = r.width();
+  operation.reduction = r;
+  for (const Neighbour& n : ring_members_) operation.in.push_back(in[static_cast<size_t>(n.rank)]);
+  operation.out.resize(ring_members_.size());
+  operation.out[position_] = out;
+  run(requests, std::move(operation), longest_block(in));
 }
 
-void Pipeline::all_reduce(RequestBatch& x, const void* in, void* out, size_t count,
+void Pipeline::all_reduce(RequestBatch& requests, const void* in, void* out, size_t count,
                           const Reduction& r) {
-  Task task;
-  task.kind = PipelineKind::kAllReduce;
-  task.width = r.width();
-  task.reduction = r;
-  for (const Interval& b : cut_all(0, count * r.width(), places_.size(), kPieceGrain)) {
-    task.in.emplace_back(static_cast<const std::byte*>(in) + b.lo, b.size());
-    task.out.emplace_back(static_cast<const std::byte*>(out) + b.lo, b.size());
+  Operation operation;
+  operation.kind = PipelineKind::kAllReduce;
+  operation.width = r.width();
+  operation.reduction = r;
+  for (const Interval& b : cut_all(0, count * r.width(), ring_members_.size(), kPieceGrain)) {
+    operation.in.emplace_back(static_cast<const std::byte*>(in) + b.lo, b.size());
+    operation.out.emplace_back(static_cast<const std::byte*>(out) + b.lo, b.size());
   }
-  const size_t longest = longest_block(task.in);
-  run(x, std::move(task), longest);
+  const size_t longest = longest_block(operation.in);
+  run(requests, std::move(operation), longest);
 }
 
-void Pipeline::run(RequestBatch& x, Task task, size_t longest) {
-  task.send = settings_.pipeline_nelem * task.width;
-  // A step in shared memory: nobody begins, or waits for room, before all have called the same
-  // operation.
-  shm_.fill();
+void Pipeline::run(RequestBatch& requests, Operation operation, size_t longest_block) {
+  operation.send = settings_.pipeline_nelem * operation.width;
+  // A step in shared memory: no rank starts, or waits for room in a channel, before all have called
+  // the same operation.
+  shm_.acquire_slot();
   shm_.post();
-  shm_.await_all();
-  channels_.prepare(task.send);
-  auto rings = rings_for(task, longest);
-  std::vector<int> waits_for(rings.size());
+  shm_.wait_for_all_peers();
+  channels_.reserve_slots(operation.send);
+  auto rings = make_rings(operation, longest_block);
+  std::vector<int> awaited_ranks(rings.size());
   for (bool busy = true; busy;) {
-    const uint32_t seen = channels_.bell();
-    bool moved = false;
+    const uint32_t doorbell = channels_.doorbell();
+    bool progressed = false;
     busy = false;
     for (size_t c = 0; c < rings.size(); ++c) {
-      waits_for[c] = -1;
-      if (rings[c].at == rings[c].schedule.steps()) continue;
+      awaited_ranks[c] = -1;
+      if (rings[c].step == rings[c].schedule.steps()) continue;
       busy = true;
-      waits_for[c] = advance(x, task, c, rings[c]);
-      moved |= waits_for[c] < 0;
+      awaited_ranks[c] = advance(requests, operation, c, rings[c]);
+      progressed |= awaited_ranks[c] < 0;
     }
-    if (busy && !moved) channels_.rest(waits_for, seen);
+    if (busy && !progressed) channels_.wait_for_progress(awaited_ranks, doorbell);
   }
-  finish_sends(x, rings);
+  wait_for_sends(requests, rings);
 }
 
-// The next operation fills their buffers.
-void Pipeline::finish_sends(RequestBatch& x, const std::vector<Ring>& rings) {
-  std::vector<int> waits_for(rings.size(), -1);
+// The next operation overwrites the buffers of the sends.
+void Pipeline::wait_for_sends(RequestBatch& requests, const std::vector<Ring>& rings) {
+  std::vector<int> awaited_ranks(rings.size(), -1);
   for (size_t c = 0; c < rings.size(); ++c) {
-    for (const RequestPtr& sent : wires_[c].sends) {
-      waits_for[c] = rings[c].next.rank;
-      for (uint32_t seen = channels_.bell(); sent && !x.over(sent); seen = channels_.bell()) {
-        channels_.rest(waits_for, seen);
+    for (const RequestPtr& request : remote_buffers_[c].sends) {
+      awaited_ranks[c] = rings[c].next.rank;
+      for (uint32_t doorbell = channels_.doorbell(); request && !requests.has_finished(request);
+           doorbell = channels_.doorbell()) {
+        channels_.wait_for_progress(awaited_ranks, doorbell);
       }
-      waits_for[c] = -1;
+      awaited_ranks[c] = -1;
     }
   }
 }
 
-std::vector<Pipeline::Ring> Pipeline::rings_for(const Task& task, size_t longest) {
-  const size_t k = wires_.size(), n = places_.size();
-  const size_t windows = windows_for(longest, k, task.send, kPieceGrain);
+std::vector<Pipeline::Ring> Pipeline::make_rings(const Operation& operation, size_t longest_block) {
+  const size_t k = remote_buffers_.size(), n = ring_members_.size();
+  const size_t windows = windows_for(longest_block, k, operation.send, kPieceGrain);
   std::vector<Ring> out;
-  for (const size_t stride : ring_strides(n, k, !one_host_)) {
-    Ring ring(Schedule(task.kind, n, position_, stride, windows));
+  for (const size_t stride : ring_strides(n, k, !one_node_)) {
+    Ring ring(Schedule(operation.kind, n, position_, stride, windows));
     ring.previous = neighbour(ring.schedule.previous());
     ring.next = neighbour(ring.schedule.next());
-    Wire& wire = wires_[out.size()];
-    const auto make_room = [&](auto& buffers) {
-      for (auto& b : buffers) b.resize(std::max(b.size(), task.send));
+    RemoteBuffers& buffers = remote_buffers_[out.size()];
+    const auto resize_all = [&](auto& buffers) {
+      for (auto& b : buffers) b.resize(std::max(b.size(), operation.send));
     };
-    if (!ring.previous.here()) make_room(wire.in);
-    if (!ring.next.here()) make_room(wire.out);
+    if (!ring.previous.shares_memory()) resize_all(buffers.in);
+    if (!ring.next.shares_memory()) resize_all(buffers.out);
     out.push_back(ring);
   }
   return out;
 }
 
-int Pipeline::advance(RequestBatch& x, const Task& task, size_t c, Ring& ring) {
-  const PipelineStep step = ring.schedule.at(ring.at);
-  call_for(x, task, c, ring);
-  if (step.receives && !can_take(x, c, ring)) return ring.previous.rank;
-  if (step.sends && !can_put(x, c, ring)) return ring.next.rank;
-  Wire& wire = wires_[c];
+int Pipeline::advance(RequestBatch& requests, const Operation& operation, size_t c, Ring& ring) {
+  const PipelineStep current_step = ring.schedule.step(ring.step);
+  post_receives(requests, operation, c, ring);
+  if (current_step.receives && !can_receive(requests, c, ring)) return ring.previous.rank;
+  if (current_step.sends && !can_send(requests, c, ring)) return ring.next.rank;
+  RemoteBuffers& buffers = remote_buffers_[c];
   const std::byte* from = nullptr;
-  if (step.receives) {
-    from = ring.previous.here() ? channels_.to_read(c, ring.previous.local)
-                                : wire.in[ring.received % kDepth].data();
+  if (current_step.receives) {
+    from = ring.previous.shares_memory() ? channels_.recv_slot(c, ring.previous.local_rank)
+                                         : buffers.in[ring.received % kDepth].data();
   }
   std::byte* to = nullptr;
-  if (step.sends) {
-    to = ring.next.here() ? channels_.to_fill(c) : wire.out[ring.sent % kDepth].data();
+  if (current_step.sends) {
+    to = ring.next.shares_memory() ? channels_.send_slot(c)
+                                   : buffers.out[ring.sends_posted % kDepth].data();
   }
-  const Interval piece = piece_at(task, c, step);
-  if (step.reduces) {
-    combine(task, step, piece, from, to);
+  const Interval piece = interval_of(operation, c, current_step);
+  if (current_step.reduces) {
+    reduce_piece(operation, current_step, piece, from, to);
   } else {
-    pass_on(task, step, piece, from, to);
+    forward(operation, current_step, piece, from, to);
   }
-  if (step.receives) take(c, ring);
-  if (step.sends) put(x, c, ring, piece.size());
-  ++ring.at;
+  if (current_step.receives) finish_receive(c, ring);
+  if (current_step.sends) finish_send(requests, c, ring, piece.size());
+  ++ring.step;
   return -1;
 }
 
-Interval Pipeline::piece_at(const Task& task, size_t c, const PipelineStep& step) const {
-  const size_t bytes = std::max(task.in[step.block].bytes(), task.out[step.block].bytes());
-  return piece_of(bytes, wires_.size(), c, step.window, task.send, kPieceGrain);
+Interval Pipeline::interval_of(const Operation& operation, size_t c,
+                               const PipelineStep& step) const {
+  const size_t bytes =
+      std::max(operation.in[step.block].bytes(), operation.out[step.block].bytes());
+  return interval_of_send(bytes, remote_buffers_.size(), c, step.window, operation.send,
+                          kPieceGrain);
 }
 
-// Messages are called for as soon as there is a buffer for them.
-void Pipeline::call_for(RequestBatch& x, const Task& task, size_t c, Ring& ring) {
-  if (ring.previous.here()) return;
-  const size_t a_window = ring.schedule.per_window() - 1;  // every step but the first receives
-  const size_t all = ring.schedule.steps() / ring.schedule.per_window() * a_window;
-  for (; ring.called < all && ring.called < ring.received + kDepth; ++ring.called) {
-    const size_t i = ring.called / a_window * (a_window + 1) + 1 + ring.called % a_window;
-    const Interval piece = piece_at(task, c, ring.schedule.at(i));
-    auto& buffer = wires_[c].in[ring.called % kDepth];
-    wires_[c].receives[ring.called % kDepth] = x.recv_on(
-        c, ring.previous.rank, BufferList(buffer.data(), piece.size()), channels_.bell_ringer());
+// A receive is posted as soon as there is a buffer for it.
+void Pipeline::post_receives(RequestBatch& requests, const Operation& operation, size_t c,
+                             Ring& ring) {
+  if (ring.previous.shares_memory()) return;
+  // Every step of a window but the first receives.
+  const size_t receives_per_window = ring.schedule.per_window() - 1;
+  const size_t total_receives =
+      ring.schedule.steps() / ring.schedule.per_window() * receives_per_window;
+  for (; ring.receives_posted < total_receives && ring.receives_posted < ring.received + kDepth;
+       ++ring.receives_posted) {
+    const size_t i = ring.receives_posted / receives_per_window * (receives_per_window + 1) + 1 +
+                     ring.receives_posted % receives_per_window;
+    const Interval piece = interval_of(operation, c, ring.schedule.step(i));
+    auto& buffer = remote_buffers_[c].in[ring.receives_posted % kDepth];
+    remote_buffers_[c].receives[ring.receives_posted % kDepth] =
+        requests.recv_on(c, ring.previous.rank, BufferList(buffer.data(), piece.size()),
+                         channels_.doorbell_callback());
   }
 }
 
-bool Pipeline::can_take(RequestBatch& x, size_t c, const Ring& ring) const {
-  if (ring.previous.here()) return !channels_.empty(c, ring.previous.local);
-  return x.over(wires_[c].receives[ring.received % kDepth]);
+bool Pipeline::can_receive(RequestBatch& requests, size_t c, const Ring& ring) const {
+  if (ring.previous.shares_memory()) return !channels_.recv_empty(c, ring.previous.local_rank);
+  return requests.has_finished(remote_buffers_[c].receives[ring.received % kDepth]);
 }
 
-bool Pipeline::can_put(RequestBatch& x, size_t c, const Ring& ring) const {
-  if (ring.next.here()) return !channels_.full(c, ring.next.local);
-  const RequestPtr& before = wires_[c].sends[ring.sent % kDepth];
-  return !before || x.over(before);
+bool Pipeline::can_send(RequestBatch& requests, size_t c, const Ring& ring) const {
+  if (ring.next.shares_memory()) return !channels_.send_full(c, ring.next.local_rank);
+  const RequestPtr& previous_send = remote_buffers_[c].sends[ring.sends_posted % kDepth];
+  return !previous_send || requests.has_finished(previous_send);
 }
 
-void Pipeline::take(size_t c, Ring& ring) {
-  if (ring.previous.here()) return channels_.take(c, ring.previous.local);
+void Pipeline::finish_receive(size_t c, Ring& ring) {
+  if (ring.previous.shares_memory()) return channels_.release(c, ring.previous.local_rank);
   ++ring.received;
 }
 
-void Pipeline::put(RequestBatch& x, size_t c, Ring& ring, size_t bytes) {
-  if (ring.next.here()) return channels_.post(c, ring.next.local);
-  const size_t i = ring.sent++ % kDepth;
-  wires_[c].sends[i] = x.send_on(c, ring.next.rank, BufferList(wires_[c].out[i].data(), bytes),
-                                 channels_.bell_ringer());
+void Pipeline::finish_send(RequestBatch& requests, size_t c, Ring& ring, size_t bytes) {
+  if (ring.next.shares_memory()) return channels_.post(c, ring.next.local_rank);
+  const size_t i = ring.sends_posted++ % kDepth;
+  remote_buffers_[c].sends[i] =
+      requests.send_on(c, ring.next.rank, BufferList(remote_buffers_[c].out[i].data(), bytes),
+                       channels_.doorbell_callback());
 }
 
-void Pipeline::pass_on(const Task& task, const PipelineStep& step, Interval piece,
+void Pipeline::forward(const Operation& operation, const PipelineStep& step, Interval piece,
                        const std::byte* from, std::byte* to) {
-  if (step.keeps) task.out[step.block].copy_from(from, piece);
+  if (step.stores) operation.out[step.block].copy_from(from, piece);
   if (to == nullptr || piece.empty()) return;
   if (from != nullptr) {
     std::memcpy(to, from, piece.size());
   } else {
-    task.in[step.block].copy_to(to, piece);
+    operation.in[step.block].copy_to(to, piece);
   }
 }
 
-// The own input, on top of what came, goes into the slot or the output or both.
-void Pipeline::combine(const Task& task, const PipelineStep& step, Interval piece,
-                       const std::byte* from, std::byte* to) {
+// Reduces the received piece and this rank's input into the slot, the output, or both.
+void Pipeline::reduce_piece(const Operation& operation, const PipelineStep& step, Interval piece,
+                            const std::byte* from, std::byte* to) {
   if (piece.empty()) return;
-  const Reduction& r = task.reduction;
+  const Reduction& r = operation.reduction;
   const size_t count = piece.size() / r.width();
-  const void* own = task.in[step.block].contiguous(piece);
-  if (own == nullptr) {
-    own_.resize(task.send);
-    task.in[step.block].copy_to(own_.data(), piece);
-    own = own_.data();
+  const void* input = operation.in[step.block].contiguous(piece);
+  if (input == nullptr) {
+    input_copy_.resize(operation.send);
+    operation.in[step.block].copy_to(input_copy_.data(), piece);
+    input = input_copy_.data();
   }
-  std::byte* target = step.keeps ? task.out[step.block].contiguous(piece) : to;
+  std::byte* target = step.stores ? operation.out[step.block].contiguous(piece) : to;
   if (target == nullptr) {
-    result_.resize(task.send);
-    target = result_.data();
+    output_copy_.resize(operation.send);
+    target = output_copy_.data();
   }
   if (from == nullptr) {
-    reduce(r.first_stage(), target, &own, 1, count);
+    reduce(r.first_stage(), target, &input, 1, count);
   } else {
-    if (r.op == RedOp::kPremulSum) {  // what came has been multiplied already
-      own_.resize(task.send);
-      reduce(r, own_.data(), &own, 1, count);
-      own = own_.data();
+    if (r.op == RedOp::kPremulSum) {  // the received piece has been multiplied already
+      input_copy_.resize(operation.send);
+      reduce(r, input_copy_.data(), &input, 1, count);
+      input = input_copy_.data();
     }
-    const void* both[] = {from, own};
-    reduce(step.keeps ? r.last_stage() : r.first_stage().last_stage(), target, both, 2, count);
+    const void* both[] = {from, input};
+    reduce(step.stores ? r.last_stage() : r.first_stage().last_stage(), target, both, 2, count);
   }
-  if (target == result_.data()) task.out[step.block].copy_from(target, piece);
-  if (step.keeps && to != nullptr) std::memcpy(to, target, piece.size());
+  if (target == output_copy_.data()) operation.out[step.block].copy_from(target, piece);
+  if (step.stores && to != nullptr) std::memcpy(to, target, piece.size());
 }
 
 }  // namespace fsccl

@@ -1,6 +1,6 @@
-// Pipelined schedules (schedule.h) at work: channels between the ranks of a host, messages between
-// others. A rank goes round its rings, takes every step whose data has come and for whose send
-// there is room, and rests when there is none.
+// Execution of pipelined schedules (schedule.h): channels between the ranks of a node, messages
+// between nodes. A rank polls its rings, takes every step whose data has arrived and for whose send
+// there is room, and sleeps if there is none.
 #pragma once
 
 #include <array>
@@ -15,74 +15,80 @@
 
 namespace fsccl {
 
+// Pipelined all_gather, reduce_scatter and all_reduce of a group.
 class Pipeline {
  public:
-  Pipeline(ShmSteps& shm, const Clusters& clusters, const Settings& settings,
-           Channels::MakeSegment make);
+  Pipeline(ShmSteps& shm, const RankPartition& nodes, const Settings& settings,
+           Channels::MakeSegment make_segment);
 
-  // As Group's operations, for two ranks and more. `width` is the size of an element.
-  void all_gather(RequestBatch& x, const BufferLists& buffer, size_t width);
-  void reduce_scatter(RequestBatch& x, const BufferLists& in, const BufferList& out,
+  // As the operations of Group, for two ranks and more. `width` is the element size in bytes. One
+  // thread at a time calls.
+  void all_gather(RequestBatch& requests, const BufferLists& buffer, size_t width);
+  void reduce_scatter(RequestBatch& requests, const BufferLists& in, const BufferList& out,
                       const Reduction& r);
-  void all_reduce(RequestBatch& x, const void* in, void* out, size_t count, const Reduction& r);
-  // Whom this rank waits for; any thread may call.
-  int awaited() const { return channels_.awaited(); }
+  void all_reduce(RequestBatch& requests, const void* in, void* out, size_t count,
+                  const Reduction& r);
+  // Returns the straggler among the ranks of the node; any thread may call.
+  int awaited_rank() const { return channels_.awaited_rank(); }
 
  private:
   static constexpr size_t kDepth = Channels::kDepth;
 
-  // The buffers of an operation: `in` and `out` have a block a position. A block that this rank
-  // does not give or keep may be empty in one of them.
-  struct Task {
+  // The buffers of an operation: `in` and `out` have one block per position. A block that this rank
+  // does not contribute or receive may be empty in one of them.
+  struct Operation {
     PipelineKind kind = PipelineKind::kAllGather;
     size_t width = 1, send = 0;
     Reduction reduction;
     BufferLists in, out;
   };
+  // A rank next to this one in a ring.
   struct Neighbour {
-    int rank = -1;   // in the group
-    int local = -1;  // -1 on another host
-    bool here() const { return local >= 0; }
+    int rank = -1;        // in the group
+    int local_rank = -1;  // -1 on another node
+    bool shares_memory() const { return local_rank >= 0; }
   };
-  // One ring of the operation under way.
+  // State of one ring of the operation in progress.
   struct Ring {
     explicit Ring(const Schedule& s) : schedule(s) {}
     Schedule schedule;
     Neighbour previous, next;
-    size_t at = 0;                              // the next step
-    size_t called = 0, received = 0, sent = 0;  // messages
+    size_t step = 0;                                             // the next one
+    size_t receives_posted = 0, received = 0, sends_posted = 0;  // messages
   };
-  // What is kept between operations, of a ring whose neighbour is on another host.
-  struct Wire {
+  // Buffers and requests of a ring whose neighbour is on another node. They are reused by later
+  // operations.
+  struct RemoteBuffers {
     std::array<std::vector<std::byte>, kDepth> in, out;
     std::array<RequestPtr, kDepth> receives, sends;
   };
 
-  void run(RequestBatch& x, Task task, size_t longest);
-  void finish_sends(RequestBatch& x, const std::vector<Ring>& rings);
-  std::vector<Ring> rings_for(const Task& task, size_t longest);
-  // Takes the ring's next step; if it cannot, tells whom it waits for, else -1.
-  int advance(RequestBatch& x, const Task& task, size_t c, Ring& ring);
-  Interval piece_at(const Task& task, size_t c, const PipelineStep& step) const;
-  void call_for(RequestBatch& x, const Task& task, size_t c, Ring& ring);
-  bool can_take(RequestBatch& x, size_t c, const Ring& ring) const;
-  bool can_put(RequestBatch& x, size_t c, const Ring& ring) const;
-  void take(size_t c, Ring& ring);
-  void put(RequestBatch& x, size_t c, Ring& ring, size_t bytes);
-  void pass_on(const Task& task, const PipelineStep& step, Interval piece, const std::byte* from,
-               std::byte* to);
-  void combine(const Task& task, const PipelineStep& step, Interval piece, const std::byte* from,
-               std::byte* to);
-  Neighbour neighbour(size_t position) const { return places_[position]; }
+  void run(RequestBatch& requests, Operation operation, size_t longest);
+  void wait_for_sends(RequestBatch& requests, const std::vector<Ring>& rings);
+  std::vector<Ring> make_rings(const Operation& operation, size_t longest);
+  // Takes the next step of the ring. Returns -1, or the group rank that the step has to wait for.
+  int advance(RequestBatch& requests, const Operation& operation, size_t c, Ring& ring);
+  Interval interval_of(const Operation& operation, size_t c, const PipelineStep& step) const;
+  void post_receives(RequestBatch& requests, const Operation& operation, size_t c, Ring& ring);
+  bool can_receive(RequestBatch& requests, size_t c, const Ring& ring) const;
+  bool can_send(RequestBatch& requests, size_t c, const Ring& ring) const;
+  void finish_receive(size_t c, Ring& ring);
+  void finish_send(RequestBatch& requests, size_t c, Ring& ring, size_t bytes);
+  void forward(const Operation& operation, const PipelineStep& step, Interval piece,
+               const std::byte* from, std::byte* to);
+  void reduce_piece(const Operation& operation, const PipelineStep& step, Interval piece,
+                    const std::byte* from, std::byte* to);
+  Neighbour neighbour(size_t position) const { return ring_members_[position]; }
 
   ShmSteps& shm_;
   const Settings& settings_;
   Channels channels_;
-  std::vector<Neighbour> places_;  // who is at each position: cluster after cluster
+  std::vector<Neighbour> ring_members_;  // rank at each position: node after node
   size_t position_ = 0;
-  bool one_host_;
-  std::vector<Wire> wires_;
-  std::vector<std::byte> own_, result_;  // a piece that does not lie in one run
+  bool one_node_;
+  std::vector<RemoteBuffers> remote_buffers_;
+  // Copies of a piece that does not lie in one run.
+  std::vector<std::byte> input_copy_, output_copy_;
 };
 
 }  // namespace fsccl

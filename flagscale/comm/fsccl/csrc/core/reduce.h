@@ -1,16 +1,17 @@
-// Elementwise reductions over several sources.
+// Elementwise reductions of several sources.
 #pragma once
 
 #include "types.h"
 
 namespace fsccl {
 
-// Throws Error(kUsage) when the operation is not defined for the type (BAND of floats, ...).
+// Throws Error(kUsage) if the operation is not defined for the type, such as BAND of floats.
 void check_reduction(const Reduction& r);
 
-// out[i] = finish(sources[0][i] op sources[1][i] op ... ), always in this order, so that ranks
-// that reduce the same sources get the same bits. 16-bit floats accumulate in float and round
-// once. `out` may be one of the sources.
-void reduce(const Reduction& r, void* out, const void* const* sources, int n, size_t count);
+// Computes out[i] = finish(sources[0][i] op sources[1][i] op ...), always in this order, so that
+// ranks that reduce the same sources get the same bits. 16-bit floats accumulate in float and are
+// rounded once. `out` may be one of the sources.
+void reduce(const Reduction& r, void* out, const void* const* sources, int source_count,
+            size_t count);
 
 }  // namespace fsccl

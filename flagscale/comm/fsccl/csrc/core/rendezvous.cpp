@@ -7,51 +7,52 @@
 namespace fsccl {
 namespace {
 
-constexpr const char* kRollKey = "roll";
-constexpr char kSame = '=', kOther = '+', kEnd = '.';
+constexpr const char* kPeerTableKey = "roll";
+constexpr char kSameLine = '=', kNewLine = '+', kEndOfIdentity = '.';
 
 }  // namespace
 
-// Line by line: what the line at that place was in the identity before, or another.
-std::string encode_roll(const std::vector<std::string>& texts) {
+// Per line: kSameLine if it equals the line at that position of the previous identity, otherwise
+// kNewLine and the line.
+std::string encode_peer_table(const std::vector<std::string>& identities) {
   std::string out;
-  std::vector<std::string> before;
-  for (const std::string& text : texts) {
+  std::vector<std::string> previous;
+  for (const std::string& text : identities) {
     const std::vector<std::string> lines = split(text, '\n');
     for (size_t i = 0; i < lines.size(); ++i) {
-      const bool same = i < before.size() && before[i] == lines[i];
-      out += same ? std::string(1, kSame) : kOther + lines[i];
+      const bool same = i < previous.size() && previous[i] == lines[i];
+      out += same ? std::string(1, kSameLine) : kNewLine + lines[i];
       out += '\n';
     }
-    out += std::string(1, kEnd) + '\n';
-    before = lines;
+    out += std::string(1, kEndOfIdentity) + '\n';
+    previous = lines;
   }
   return out;
 }
 
-std::vector<std::string> decode_roll(const std::string& roll, size_t ranks) {
-  std::vector<std::string> out, before, lines;
-  bool sound = true;
-  for (const std::string& line : split(roll, '\n')) {
+std::vector<std::string> decode_peer_table(const std::string& table, size_t ranks) {
+  std::vector<std::string> out, previous, lines;
+  bool valid = true;
+  for (const std::string& line : split(table, '\n')) {
     const char kind = line.empty() ? '\0' : line[0];
-    if (kind == kOther) {
+    if (kind == kNewLine) {
       lines.push_back(line.substr(1));
-    } else if (kind == kSame && lines.size() < before.size()) {
-      lines.push_back(before[lines.size()]);
-    } else if (kind == kEnd) {
+    } else if (kind == kSameLine && lines.size() < previous.size()) {
+      lines.push_back(previous[lines.size()]);
+    } else if (kind == kEndOfIdentity) {
       out.emplace_back();
-      for (const std::string& one : lines) out.back() += one + '\n';
-      before.swap(lines);
+      for (const std::string& l : lines) out.back() += l + '\n';
+      previous.swap(lines);
       lines.clear();
     } else {
-      sound = false;
+      valid = false;
     }
   }
-  if (!sound || !lines.empty() || out.size() != ranks) {
+  if (!valid || !lines.empty() || out.size() != ranks) {
     throw Error(Fault::kMismatch, -1,
                 "the list of the group's ranks, of " + std::to_string(ranks) +
                     " expected, is broken: it has " + std::to_string(out.size()) + ", in " +
-                    std::to_string(roll.size()) + " bytes");
+                    std::to_string(table.size()) + " bytes");
   }
   return out;
 }
@@ -65,79 +66,79 @@ std::vector<std::string> Rendezvous::keys(int from, int to) const {
   return out;
 }
 
-void Rendezvous::publish(const Identity& me) {
-  here_ = std::string(kRollKey) + "/" + me.domain;
-  store_->set(keys(rank_, rank_ + 1)[0], me.encode());
-  if (store_->add("ranks", 1) == size_) write_roll();
+void Rendezvous::publish(const Identity& identity) {
+  host_key_ = std::string(kPeerTableKey) + "/" + identity.domain;
+  store_->set(keys(rank_, rank_ + 1)[0], identity.encode());
+  if (store_->add("ranks", 1) == size_) write_peer_table();
 }
 
-void Rendezvous::write_roll() {
-  if (size_ > 1) store_->set(kRollKey, encode_roll(store_->get(keys(0, size_))));
+void Rendezvous::write_peer_table() {
+  if (size_ > 1) store_->set(kPeerTableKey, encode_peer_table(store_->get(keys(0, size_))));
 }
 
 bool Rendezvous::complete() {
   const auto now = Deadline::Clock::now();
   if (size_ == 1) return true;
-  if (began_ == Deadline::Clock::time_point()) {
-    began_ = now;
-    reads_ = !shares() || store_->add(here_ + "/readers", 1) == 1;
+  if (poll_start_ == Deadline::Clock::time_point()) {
+    poll_start_ = now;
+    reads_store_ = !shares_table() || store_->add(host_key_ + "/readers", 1) == 1;
   }
-  if (store_->has({reads_ ? kRollKey : here_})) return true;
-  if (now - began_ < patience_) return false;
-  patience_ *= 2;
-  if (!reads_ && store_->has({kRollKey})) return reads_ = true;
+  if (store_->has({reads_store_ ? kPeerTableKey : host_key_})) return true;
+  if (now - poll_start_ < fallback_interval_) return false;
+  fallback_interval_ *= 2;
+  if (!reads_store_ && store_->has({kPeerTableKey})) return reads_store_ = true;
   if (!store_->has(keys(0, size_))) return false;
-  write_roll();  // the last to come has ended, or speaks another version
-  return reads_ = true;
+  write_peer_table();  // the last rank has ended before writing it, or runs another version
+  return reads_store_ = true;
 }
 
-std::vector<int> Rendezvous::absent() {
+std::vector<int> Rendezvous::absent_ranks() {
   std::vector<int> out;
-  find_absent(0, size_, &out);
+  find_absent_ranks(0, size_, &out);
   return out;
 }
 
-void Rendezvous::find_absent(int from, int to, std::vector<int>* out) {
+void Rendezvous::find_absent_ranks(int from, int to, std::vector<int>* out) {
   if (store_->has(keys(from, to))) return;
   if (to - from == 1) return out->push_back(from);
   const int middle = from + (to - from) / 2;
-  find_absent(from, middle, out);
-  find_absent(middle, to, out);
+  find_absent_ranks(from, middle, out);
+  find_absent_ranks(middle, to, out);
 }
 
-std::vector<Identity> Rendezvous::everyone() {
+std::vector<Identity> Rendezvous::identities() {
   std::vector<Identity> out;
-  for (const std::string& text : decode_roll(read_roll(), static_cast<size_t>(size_))) {
+  for (const std::string& text : decode_peer_table(read_peer_table(), static_cast<size_t>(size_))) {
     out.push_back(Identity::decode(text));
   }
   return out;
 }
 
-std::string Rendezvous::read_roll() {
-  if (size_ == 1) return encode_roll(store_->get(keys(0, 1)));
-  if (!reads_ && store_->has({here_})) {
-    if (auto roll = read_shared()) return *roll;
+std::string Rendezvous::read_peer_table() {
+  if (size_ == 1) return encode_peer_table(store_->get(keys(0, 1)));
+  if (!reads_store_ && store_->has({host_key_})) {
+    if (auto table = read_shared_peer_table()) return *table;
   }
-  std::string roll = store_->has({kRollKey}) ? store_->get({kRollKey})[0]
-                                             : encode_roll(store_->get(keys(0, size_)));
-  if (!shares() || !reads_) return roll;
+  std::string table = store_->has({kPeerTableKey}) ? store_->get({kPeerTableKey})[0]
+                                                   : encode_peer_table(store_->get(keys(0, size_)));
+  if (!shares_table() || !reads_store_) return table;
   try {
-    shared_ = Segment::create(roll.size(), roll.size(), "");
+    shared_table_ = Segment::create(table.size(), table.size(), "");
   } catch (const Error&) {
-    return roll;  // no memory: the others do without, in their time
+    return table;  // no memory: the other ranks of the host fall back to the store
   }
-  std::memcpy(shared_->data(), roll.data(), roll.size());
-  store_->set(here_, std::to_string(roll.size()) + "\n" + shared_->address());
-  return roll;
+  std::memcpy(shared_table_->data(), table.data(), table.size());
+  store_->set(host_key_, std::to_string(table.size()) + "\n" + shared_table_->address());
+  return table;
 }
 
-// Of a rank of this host, which may have ended since.
-std::optional<std::string> Rendezvous::read_shared() {
-  const std::vector<std::string> place = split(store_->get({here_})[0], '\n');
+// The rank of this host that wrote the segment may have ended since.
+std::optional<std::string> Rendezvous::read_shared_peer_table() {
+  const std::vector<std::string> entry = split(store_->get({host_key_})[0], '\n');
   size_t bytes = 0;
-  if (place.size() != 2 || !read_number(place[0], &bytes)) return std::nullopt;
+  if (entry.size() != 2 || !read_number(entry[0], &bytes)) return std::nullopt;
   try {
-    const Segment segment = Segment::open(place[1], bytes, "");
+    const Segment segment = Segment::open(entry[1], bytes, "");
     return std::string(reinterpret_cast<const char*>(segment.data()), bytes);
   } catch (const Error&) {
     return std::nullopt;

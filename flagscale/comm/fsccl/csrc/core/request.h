@@ -1,10 +1,11 @@
-// Sends and receives under way, and the lock under which they are looked after.
+// Sends and receives in progress, and the lock that guards them.
 //
-// Bodies are copied without the lock, so that a process sends and receives on several cores. Who
-// copies says so first, in the request whose memory it is (Hold::copy); a request does not finish,
-// well or badly, before that is over, and no copy begins of one that has finished or is to fail.
-// So memory of a finished request is not touched. The kernel's copies never wait for anybody: a
-// request that is to fail does so within a moment.
+// Bodies are copied without holding the lock, so that a process sends and receives on several
+// cores. Before a copy starts, it is counted in the request whose memory it uses (LockHold::copy).
+// A request does not finish, successfully or not, before its copies have ended, and no copy starts
+// for a request that has finished or is about to fail. So the memory of a finished request is never
+// touched. The copies are calls of the kernel that never block, so that a request that is to fail
+// does so within a moment.
 #pragma once
 
 #include <cerrno>
@@ -15,123 +16,131 @@
 #include <utility>
 
 #include "futex.h"
-#include "op_card.h"
+#include "collective_fingerprint.h"
 #include "buffer_list.h"
 #include "types.h"
 
 namespace fsccl {
 
-// Complete once `state` is kDone or kFailed. All but that is the lock's until then.
+// A send or a receive. It has finished once `state` is kDone or kFailed. Until then, everything but
+// `state` and `peer` is guarded by the lock of its transport.
 struct Request {
-  enum : uint32_t { kPending = 0, kAwaited = 1, kDone = 2, kFailed = 3 };  // kAwaited: by a sleeper
+  // kAwaited: a thread sleeps on it
+  enum : uint32_t { kPending = 0, kAwaited = 1, kDone = 2, kFailed = 3 };
   Word state{kPending};
-  std::atomic<int> peer{-1};  // of a receive from anyone: who it was, once done
+  std::atomic<int> peer{-1};  // of a receive from any source: the sender, once done
   uint64_t tag = 0;
-  OpCard card;
-  size_t parts = 1;   // of a send: bodies still to go
-  size_t copies = 0;  // that go on without the lock
+  CollectiveFingerprint fingerprint;
+  size_t parts_left = 1;          // of a send: bodies that have not been sent
+  size_t copies_in_progress = 0;  // running without the lock
   BufferList memory;
   std::unique_ptr<Error> error;
-  std::function<void(Request&)> on_settled;
+  std::function<void(Request&)> on_finished;
 
   bool finished() const { return state.load(std::memory_order_acquire) >= kDone; }
   bool failed() const { return state.load(std::memory_order_acquire) == kFailed; }
-  // Until it has finished, or the limit is over, or for no reason a little less. Any thread.
-  void sleep(std::chrono::milliseconds limit) {
-    uint32_t seen = kPending;
-    state.compare_exchange_strong(seen, kAwaited);
-    if (!finished()) futex_wait(state, kAwaited, limit);
+  // Sleeps until the request has finished, at most `timeout`. May return early for no reason. Any
+  // thread may call.
+  void wait_briefly(std::chrono::milliseconds timeout) {
+    uint32_t expected = kPending;
+    state.compare_exchange_strong(expected, kAwaited);
+    if (!finished()) futex_wait(state, kAwaited, timeout);
   }
-  // Finished, or as good as: nothing may be copied any more.
-  bool over() const { return finished() || error != nullptr; }
+  // Finished, or failed and only waiting for copies to end: no copy may start any more.
+  bool is_closing() const { return finished() || error != nullptr; }
   void succeed() {
-    if (!over()) settle(kDone);
+    if (!is_closing()) finish(kDone);
   }
-  void part_done() {
-    if (--parts == 0) succeed();
+  void complete_part() {
+    if (--parts_left == 0) succeed();
   }
-  void fail(const Error& why) {
-    if (over()) return;
-    error = std::make_unique<Error>(why);
-    if (copies == 0) settle(kFailed);
+  void fail(const Error& reason) {
+    if (is_closing()) return;
+    error = std::make_unique<Error>(reason);
+    if (copies_in_progress == 0) finish(kFailed);
   }
   void end_copy() {
-    if (--copies == 0 && error) settle(kFailed);
+    if (--copies_in_progress == 0 && error) finish(kFailed);
   }
 
  private:
-  void settle(uint32_t to) {
-    if (state.exchange(to) == kAwaited) futex_wake_all(state);
-    if (on_settled) std::exchange(on_settled, nullptr)(*this);
+  void finish(uint32_t final_state) {
+    if (state.exchange(final_state) == kAwaited) futex_wake_all(state);
+    if (on_finished) std::exchange(on_finished, nullptr)(*this);
   }
 };
 using RequestPtr = std::shared_ptr<Request>;
 
-// Where the body of a frame lies, and what keeps that from going away while it is copied.
+// Memory of the body of a frame, and what keeps that memory alive while it is copied.
 struct Body {
   BufferList memory;
-  RequestPtr request;                 // whose memory it is, if it is a request's
-  std::shared_ptr<std::byte[]> kept;  // else this, or the connection itself
+  RequestPtr request;                   // the request that owns the memory, if one does
+  std::shared_ptr<std::byte[]> buffer;  // else this, or the connection itself
 };
 
-struct Guard {
+// The lock of a transport.
+struct TransportLock {
   std::mutex mutex;
-  size_t copies = 0;  // of requests' memory, that go on without the lock
-  std::condition_variable none;
+  size_t copies_in_progress = 0;  // into or from the memory of requests, running without the lock
+  std::condition_variable no_copies;
 };
 
-// A thread that has the lock.
-class Hold {
+// Scope in which a thread holds the lock of a transport.
+class LockHold {
  public:
-  explicit Hold(Guard& guard) : guard_(guard), lock_(guard.mutex) {}
+  explicit LockHold(TransportLock& lock) : transport_lock_(lock), lock_(lock.mutex) {}
 
-  // Lets the lock go while `call` copies `bytes` bytes from or to the body's memory. Small ones are
-  // sooner done than others would be let in.
+  // Calls `call`, which copies `bytes` bytes from or to the memory of `body`, without holding the
+  // lock. Small copies keep the lock, because they take less time than letting others in.
   template <class F>
   auto copy(const Body& body, size_t bytes, F&& call) {
-    if (bytes <= kQuickBytes) return call();
-    const Copying now(*this, body);
+    if (bytes <= kInlineCopyBytes) return call();
+    const UnlockedCopy unlocked(*this, body);
     return call();
   }
-  // Lets the lock go until `done` says so.
+  // Releases the lock until condition() is true.
   template <class F>
-  void wait_until(F&& done) {
-    while (!done()) guard_.none.wait_for(lock_, std::chrono::milliseconds(1));
+  void unlock_until(F&& condition) {
+    while (!condition()) transport_lock_.no_copies.wait_for(lock_, std::chrono::milliseconds(1));
   }
-  // Until nobody copies. Who asks has failed all requests, so no copy begins.
+  // Waits until no copy is in progress. The caller has failed all requests, so none can start.
   void wait_for_copies() {
-    guard_.none.wait(lock_, [this] { return guard_.copies == 0; });
+    transport_lock_.no_copies.wait(lock_,
+                                   [this] { return transport_lock_.copies_in_progress == 0; });
   }
 
  private:
-  static constexpr size_t kQuickBytes = 16 << 10;
+  static constexpr size_t kInlineCopyBytes = 16 << 10;
 
-  class Copying {
+  // Scope in which the lock is released for a copy, which is counted in its request.
+  class UnlockedCopy {
    public:
-    Copying(Hold& hold, const Body& body) : hold_(hold), request_(body.request), kept_(body.kept) {
+    UnlockedCopy(LockHold& hold, const Body& body)
+        : hold_(hold), request_(body.request), buffer_(body.buffer) {
       if (request_) {
-        ++request_->copies;
-        ++hold_.guard_.copies;
+        ++request_->copies_in_progress;
+        ++hold_.transport_lock_.copies_in_progress;
       }
       hold_.lock_.unlock();
     }
-    ~Copying() {
-      const int code = errno;  // of the call, for its caller
+    ~UnlockedCopy() {
+      const int saved_errno = errno;  // that `call` has set for its caller
       hold_.lock_.lock();
       if (request_) {
         request_->end_copy();
-        if (--hold_.guard_.copies == 0) hold_.guard_.none.notify_all();
+        if (--hold_.transport_lock_.copies_in_progress == 0)
+          hold_.transport_lock_.no_copies.notify_all();
       }
-      errno = code;
+      errno = saved_errno;
     }
 
    private:
-    Hold& hold_;
+    LockHold& hold_;
     RequestPtr request_;
-    std::shared_ptr<std::byte[]> kept_;
+    std::shared_ptr<std::byte[]> buffer_;
   };
 
-  Guard& guard_;
+  TransportLock& transport_lock_;
   std::unique_lock<std::mutex> lock_;
 };
 

@@ -1,4 +1,4 @@
-// The messages of one collective between clusters: posted in any order, waited for in any order.
+// The messages of one collective between nodes. They may be started and awaited in any order.
 #pragma once
 
 #include <functional>
@@ -9,78 +9,80 @@
 
 namespace fsccl {
 
+// Starts and awaits the messages of the collective in progress, on its thread.
 class RequestBatch {
  public:
-  // Mates on the host are told whom this rank waits for, so that they blame the right one.
-  RequestBatch(Transport& transport, ShmSteps& shm, const OpCard& card,
-               const Deadline& deadline, std::function<void()> watch)
+  // Node peers can look up the rank that this rank waits for (ShmSteps::set_awaited_rank), so that
+  // a timeout names the right one.
+  RequestBatch(Transport& transport, ShmSteps& shm, const CollectiveFingerprint& fingerprint,
+               const Deadline& deadline, std::function<void()> poll)
       : transport_(transport),
         shm_(shm),
-        tag_(Transport::kCollectiveTag | card.sequence),
-        card_(card),
+        base_tag_(Transport::kCollectiveTag | fingerprint.sequence),
+        fingerprint_(fingerprint),
         deadline_(deadline),
-        watch_(std::move(watch)) {}
+        poll_(std::move(poll)) {}
 
   using Requests = std::vector<RequestPtr>;
 
-  // Messages of a stream are in an order of their own.
-  void send(int peer, BufferList memory, Requests* to, size_t stream = 0) {
-    to->push_back(transport_.send(peer, tag_of(stream), std::move(memory), card_));
+  // Each stream orders its messages independently.
+  void send(int peer, BufferList memory, Requests* requests, size_t stream = 0) {
+    requests->push_back(transport_.send(peer, tag_of(stream), std::move(memory), fingerprint_));
   }
-  void recv(int peer, BufferList memory, Requests* to, size_t stream = 0) {
-    to->push_back(transport_.recv(peer, tag_of(stream), std::move(memory), card_));
+  void recv(int peer, BufferList memory, Requests* requests, size_t stream = 0) {
+    requests->push_back(transport_.recv(peer, tag_of(stream), std::move(memory), fingerprint_));
   }
-  // Beside the batches. `then` is called once the message has gone or come, perhaps by another
-  // thread.
-  RequestPtr send_on(size_t stream, int peer, BufferList memory, std::function<void()> then) {
-    return then_call(transport_.send(peer, tag_of(stream), std::move(memory), card_), then);
+  // Single messages outside a list of requests. `callback` is called once the message has finished,
+  // possibly by another thread.
+  RequestPtr send_on(size_t stream, int peer, BufferList memory, std::function<void()> callback) {
+    return notify(transport_.send(peer, tag_of(stream), std::move(memory), fingerprint_), callback);
   }
-  RequestPtr recv_on(size_t stream, int peer, BufferList memory, std::function<void()> then) {
-    return then_call(transport_.recv(peer, tag_of(stream), std::move(memory), card_), then);
+  RequestPtr recv_on(size_t stream, int peer, BufferList memory, std::function<void()> callback) {
+    return notify(transport_.recv(peer, tag_of(stream), std::move(memory), fingerprint_), callback);
   }
-  // Whether it has gone or come; throws what went wrong.
-  bool over(const RequestPtr& request) const {
+  // Returns whether the request has finished. Throws its error.
+  bool has_finished(const RequestPtr& request) const {
     if (!request->finished()) return false;
     transport_.wait(request, deadline_, nullptr);
     return true;
   }
 
-  void wait(Requests* batch) {
-    for (const RequestPtr& r : *batch) {
+  void wait(Requests* requests) {
+    for (const RequestPtr& r : *requests) {
       if (!r->finished()) {
-        shm_.note_wait(r->peer);
-        wait_for(r);
-        shm_.note_wait(-1);
+        shm_.set_awaited_rank(r->peer);
+        wait_for_request(r);
+        shm_.set_awaited_rank(-1);
       } else {
-        transport_.wait(r, deadline_, watch_);  // throws what went wrong
+        transport_.wait(r, deadline_, poll_);  // throws the error of the request
       }
     }
-    batch->clear();
+    requests->clear();
   }
 
  private:
-  RequestPtr then_call(RequestPtr request, const std::function<void()>& then) {
-    transport_.notify(request, then);
+  RequestPtr notify(RequestPtr request, const std::function<void()>& callback) {
+    transport_.notify(request, callback);
     return request;
   }
-  // Who is late may only wait for another.
-  void wait_for(const RequestPtr& request) {
+  // The awaited rank may itself wait for another: throw_if_timed_out() finds the straggler.
+  void wait_for_request(const RequestPtr& request) {
     try {
-      transport_.wait(request, deadline_, watch_);
+      transport_.wait(request, deadline_, poll_);
     } catch (const Error& e) {
       if (e.fault != Fault::kTimeout) throw;
-      shm_.give_up(e.rank);
+      shm_.throw_if_timed_out(e.rank);
     }
   }
-  // Sequence numbers stay far below.
-  uint64_t tag_of(size_t stream) const { return tag_ | uint64_t{stream} << 48; }
+  // Sequence numbers stay far below 2^48.
+  uint64_t tag_of(size_t stream) const { return base_tag_ | uint64_t{stream} << 48; }
 
   Transport& transport_;
   ShmSteps& shm_;
-  uint64_t tag_;
-  OpCard card_;
+  uint64_t base_tag_;
+  CollectiveFingerprint fingerprint_;
   Deadline deadline_;
-  std::function<void()> watch_;
+  std::function<void()> poll_;
 };
 
 }  // namespace fsccl

@@ -1,21 +1,22 @@
-// The algorithms between clusters: which of them sends what to which, and in which order. Only
-// arithmetic; hierarchy_routes.cpp moves the bytes, and where every rank is a cluster of its own,
-// clusters are ranks.
+// Algorithms between nodes: which node sends which data to which, and in which order. Pure
+// arithmetic; hierarchical_routes.cpp moves the bytes. Where every rank is a node of its own, nodes
+// are ranks.
 //
-// A chunk of the buffer is cut in segments, each of which takes a way of its own through the
-// clusters. A hop is what a cluster does for a segment at once: it waits for messages from some
-// clusters, adds its own data to them or takes what has come for the result, and sends that on to
-// others. `at` is a time, the same for all clusters: whatever a hop waits for is sent by hops of an
-// earlier time, so clusters that take their hops in the order of time never wait in a circle, also
-// where several chunks, of which each begins `stride` after the one before, are under way at once.
+// A chunk of the buffer is cut into segments, each of which takes its own route through the nodes.
+// A hop is one action of a node on a segment: it waits for messages from some nodes, adds its own
+// data to them or takes the received data as the result, and sends that to other nodes. `time` is a
+// logical time, the same for all nodes: every message that a hop waits for is sent by a hop of an
+// earlier time. So nodes that execute their hops in the order of time never deadlock, also with
+// several chunks in flight, each of which starts `stride` after the previous one.
 //
-//   exchange    everyone sends its data to all others and adds up what comes
-//   transpose   cluster s gets all data of segment s, and sends the sum to all others
-//   ring        segment s is summed from cluster s+1 around to s, and its sum goes around as far
-//   tree        two binary trees, each for a half: sums go up, results down. Who is inside one tree
-//               is a leaf of the other, so that all send about as much
-//   reduce      up one tree to the cluster of the root
-//   broadcast   down one tree from there
+//   exchange    every node sends its data to all others and sums the received data
+//   transpose   node s receives all data of segment s and sends the sum to all others
+//   ring        segment s is summed from node s+1 around to s; the sum then travels around as far
+//   tree        two binary trees, one per half of the buffer: sums go up, results go down. A node
+//               that is inside one tree is a leaf of the other, so that all nodes send about
+//               equally much
+//   reduce      up one tree to the node of the root
+//   broadcast   down one tree from the node of the root
 #pragma once
 
 #include <cstddef>
@@ -24,29 +25,32 @@
 
 namespace fsccl {
 
-// What FSCCL_ALGO names, for all_reduce.
+// Value of FSCCL_ALGO, for all_reduce.
 enum class Algorithm { kAuto, kRing, kTree, kTranspose };
 const char* name_of(Algorithm a);
-// Throws Error(kUsage) with the nearest name there is; `where` the user has set it.
-Algorithm algorithm_of(const std::string& name, const std::string& where);
+// Parses a name. Throws Error(kUsage) that suggests the closest name; `source` is where the user
+// has set it.
+Algorithm algorithm_of(const std::string& name, const std::string& source);
 
+// An action of one node on one segment.
 struct Hop {
-  size_t at = 0;
+  size_t time = 0;
   size_t segment = 0;
-  bool adds = false;          // the own data to what has come; else that is the result
-  bool ends = false;          // what is sent on is the result
-  std::vector<int> from, to;  // clusters
+  // Adds the data of this node to the received data; otherwise the received data is the result.
+  bool adds_own = false;
+  bool is_result = false;             // the data that is sent is the result
+  std::vector<int> sources, targets;  // nodes
 };
 
-// All that one cluster does for a chunk.
+// All hops of one node for a chunk.
 struct Route {
   size_t segments = 1;
   size_t stride = 1;
-  size_t end = 0;          // the time of the last hop of any cluster
+  size_t end_time = 0;    // time of the last hop of any node
   std::vector<Hop> hops;  // in the order of time
 };
 
-// Of cluster `me` of `count`, two at least.
+// Routes of node `me` of `count`, at least two.
 Route exchange_route(int count, int me);
 Route transpose_route(int count, int me);
 Route ring_route(int count, int me);
@@ -54,13 +58,13 @@ Route tree_route(int count, int me);
 Route reduce_route(int count, int me, int root);
 Route broadcast_route(int count, int me, int root);
 
-// A binary tree of `count` nodes in which at least every other one is a leaf; the root is the one
-// whose `parent` is -1.
-struct TreeNode {
+// A binary tree of `count` vertices, at least every other of which is a leaf. The parent of the
+// root is -1.
+struct TreeVertex {
   int parent = -1;
   std::vector<int> children;
   size_t depth = 0;
 };
-std::vector<TreeNode> binary_tree(int count);
+std::vector<TreeVertex> binary_tree(int count);
 
 }  // namespace fsccl

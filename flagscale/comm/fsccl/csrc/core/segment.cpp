@@ -19,14 +19,16 @@
 namespace fsccl {
 namespace {
 
-std::string mib(size_t bytes) { return std::to_string(ceil_div(bytes, size_t{1} << 20)) + " MiB"; }
+std::string mib_text(size_t bytes) {
+  return std::to_string(ceil_div(bytes, size_t{1} << 20)) + " MiB";
+}
 
-std::string name_of_place(const std::string& directory) {
+std::string name_of_directory(const std::string& directory) {
   return directory.empty() ? "memory" : directory;
 }
 
 [[noreturn]] void fail_reserving(size_t bytes, const std::string& where) {
-  fail_system("cannot reserve " + mib(bytes) + " of shared memory in " + where);
+  fail_system("cannot reserve " + mib_text(bytes) + " of shared memory in " + where);
 }
 
 struct flock rank_byte(int rank) {
@@ -40,97 +42,98 @@ struct flock rank_byte(int rank) {
 
 }  // namespace
 
-// What this process has mapped, by its address, and what it keeps for others.
-struct Segment::Known {
+// The segments that this process has mapped, by address, and those that it retains for others.
+struct Segment::Registry {
   std::mutex mutex;
   std::map<std::string, std::weak_ptr<File>> mapped;
-  std::list<std::pair<std::shared_ptr<File>, std::function<bool()>>> kept;
+  std::list<std::pair<std::shared_ptr<File>, std::function<bool()>>> retained;
 
-  bool keeps() {
-    kept.remove_if([](const auto& one) { return one.second(); });
-    return !kept.empty();
+  bool has_retained() {
+    retained.remove_if([](const auto& entry) { return entry.second(); });
+    return !retained.empty();
   }
 };
 
 Segment Segment::create(size_t bytes, size_t first, const std::string& directory) {
-  const std::string where = name_of_place(directory);
+  const std::string where = name_of_directory(directory);
   const int fd = directory.empty()
                      ? memfd_create("fsccl", MFD_CLOEXEC)
                      : ::open(directory.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
   if (fd < 0) fail_system("cannot create a shared segment in " + where);
   if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
-    const int code = errno;
+    const int saved_errno = errno;
     close(fd);
-    errno = code;
+    errno = saved_errno;
     fail_reserving(bytes, where);
   }
-  Segment made(map(fd, bytes, where));
-  made.reserve(0, first);
-  return made;
+  Segment segment(map(fd, bytes, where));
+  segment.reserve(0, first);
+  return segment;
 }
 
 Segment Segment::open(const std::string& address, size_t bytes, const std::string& directory) {
   {
-    auto& k = per_process<Known>();
-    const std::lock_guard<std::mutex> hold(k.mutex);
-    const auto own = k.mapped.find(address);
-    if (own != k.mapped.end()) {
-      if (auto file = own->second.lock()) return Segment(std::move(file));
+    auto& registry = per_process<Registry>();
+    const std::lock_guard<std::mutex> hold(registry.mutex);
+    const auto entry = registry.mapped.find(address);
+    if (entry != registry.mapped.end()) {
+      if (auto file = entry->second.lock()) return Segment(std::move(file));
     }
   }
   const int fd = ::open(address.c_str(), O_RDWR | O_CLOEXEC);
   if (fd < 0) fail_system("cannot open the shared segment " + address);
-  return Segment(map(fd, bytes, name_of_place(directory)));
+  return Segment(map(fd, bytes, name_of_directory(directory)));
 }
 
 std::shared_ptr<Segment::File> Segment::map(int fd, size_t bytes, const std::string& where) {
   auto file = std::make_shared<File>(fd, bytes, where);
-  auto& k = per_process<Known>();
-  const std::lock_guard<std::mutex> hold(k.mutex);
-  for (auto one = k.mapped.begin(); one != k.mapped.end();) {
-    one = one->second.expired() ? k.mapped.erase(one) : std::next(one);
+  auto& registry = per_process<Registry>();
+  const std::lock_guard<std::mutex> hold(registry.mutex);
+  for (auto entry = registry.mapped.begin(); entry != registry.mapped.end();) {
+    entry = entry->second.expired() ? registry.mapped.erase(entry) : std::next(entry);
   }
-  k.mapped[Segment(file).address()] = file;
+  registry.mapped[Segment(file).address()] = file;
   return file;
 }
 
-void Segment::keep_until(std::function<bool()> opened) const {
-  auto& k = per_process<Known>();
-  const std::lock_guard<std::mutex> hold(k.mutex);
-  k.kept.emplace_back(file_, std::move(opened));
-  k.keeps();
+void Segment::retain_until(std::function<bool()> all_opened) const {
+  auto& registry = per_process<Registry>();
+  const std::lock_guard<std::mutex> hold(registry.mutex);
+  registry.retained.emplace_back(file_, std::move(all_opened));
+  registry.has_retained();
 }
 
-void Segment::await_kept(std::chrono::milliseconds limit) {
-  const Deadline end = Deadline::after(limit);
-  auto& k = per_process<Known>();
+void Segment::wait_until_released(std::chrono::milliseconds timeout) {
+  const Deadline end = Deadline::after(timeout);
+  auto& registry = per_process<Registry>();
   for (;;) {
     {
-      const std::lock_guard<std::mutex> hold(k.mutex);
-      if (!k.keeps() || end.passed()) return;
+      const std::lock_guard<std::mutex> hold(registry.mutex);
+      if (!registry.has_retained() || end.passed()) return;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }
 
-size_t Segment::whole_pages(size_t bytes) {
+size_t Segment::round_to_pages(size_t bytes) {
   static const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   return ceil_div(bytes, page) * page;
 }
 
-void Segment::reserve(size_t lo, size_t hi) const {
-  const int code = posix_fallocate(file_->fd, static_cast<off_t>(lo), static_cast<off_t>(hi - lo));
-  if (code == 0) return;
-  errno = code;
-  fail_reserving(hi - lo, file_->where);
+void Segment::reserve(size_t begin, size_t end) const {
+  const int saved_errno =
+      posix_fallocate(file_->fd, static_cast<off_t>(begin), static_cast<off_t>(end - begin));
+  if (saved_errno == 0) return;
+  errno = saved_errno;
+  fail_reserving(end - begin, file_->where);
 }
 
-Segment::File::File(int fd_of_file, size_t size, std::string place)
-    : fd(fd_of_file), where(std::move(place)), bytes(size) {
+Segment::File::File(int fd_of_file, size_t bytes_of_file, std::string directory_name)
+    : fd(fd_of_file), where(std::move(directory_name)), bytes(bytes_of_file) {
   void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (at == MAP_FAILED) {
     close(fd);
-    fail_system("cannot map " + mib(bytes) + " of shared memory");
+    fail_system("cannot map " + mib_text(bytes) + " of shared memory");
   }
   data = static_cast<std::byte*>(at);
 }
@@ -154,17 +157,18 @@ bool Segment::rank_is_locked(int rank) const {
   return fcntl(file_->fd, F_GETLK, &l) == 0 && l.l_type != F_UNLCK;
 }
 
-// Field 22 of /proc/<pid>/stat, the second after the name, which may hold anything, being the
-// state: a process that has ended and is not waited for yet has none either.
+// The start time is field 22 of /proc/<pid>/stat. The name (field 2) may contain any characters;
+// the state follows it. A process that has ended but has not been waited for (zombie) counts as
+// ended.
 uint64_t start_time_of(int pid) {
   const std::string line = first_line("/proc/" + std::to_string(pid) + "/stat");
-  const size_t name_ends = line.rfind(')');
-  if (name_ends == std::string::npos || name_ends + 2 >= line.size()) return 0;
-  const std::vector<std::string> fields = split(line.substr(name_ends + 2), ' ');
+  const size_t name_end = line.rfind(')');
+  if (name_end == std::string::npos || name_end + 2 >= line.size()) return 0;
+  const std::vector<std::string> fields = split(line.substr(name_end + 2), ' ');
   uint64_t start = 0;
-  const bool sound =
+  const bool valid =
       fields.size() > 19 && fields[0] != "Z" && fields[0] != "X" && read_number(fields[19], &start);
-  return sound ? start : 0;
+  return valid ? start : 0;
 }
 
 }  // namespace fsccl

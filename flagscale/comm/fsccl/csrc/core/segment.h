@@ -1,19 +1,19 @@
 // A piece of memory that the ranks of one host share.
 //
 // It is a file without a name (memfd, or O_TMPFILE in FSCCL_SHM_DIR), which peers open through
-// /proc/<pid>/fd: there is nothing in /dev/shm that a killed process could leave behind, and a
-// container's small /dev/shm does not limit it.
+// /proc/<pid>/fd. A killed process leaves nothing behind in /dev/shm, and the small /dev/shm of a
+// container is no limit.
 //
-// Its pages are reserved before they are used, so that memory that runs out is an error then and
+// Pages are reserved before they are used, so that a lack of memory is an error at that point, and
 // not a SIGBUS later. The kernel takes them from the NUMA node of the thread that reserves them
-// (unless the program has set another policy): so every rank reserves what it will write, and ranks
-// that are bound to a node write to their own memory.
+// (unless the program has set another policy). So every rank reserves the pages that it will write,
+// and ranks bound to a NUMA node write to local memory.
 //
-// Every rank holds a POSIX record lock on "its" byte of the file. The kernel drops it when the
-// process ends, however it ends, and not when a child forked from it ends: asking for the lock's
-// holder tells whether a rank is alive, with no pid that could be reused. The kernel also drops it
-// when the process closes any descriptor of the file: ranks that are threads of one process share
-// one descriptor, and one mapping.
+// Every rank holds a POSIX record lock on its own byte of the file. The kernel releases the lock
+// when the process ends, however it ends, but not when a child forked from it ends. Querying the
+// holder of the lock therefore shows whether a rank is alive, without a pid that could be reused.
+// The kernel also releases the lock when the process closes any descriptor of the file; so ranks
+// that are threads of one process share one descriptor and one mapping.
 #pragma once
 
 #include <chrono>
@@ -25,41 +25,47 @@
 
 namespace fsccl {
 
+// A mapped segment. Copies share the mapping. Any thread may call.
 class Segment {
  public:
-  // Makes the file, `directory` empty for memfd, and reserves its `first` bytes: before
-  // others are told of it, so that they need not learn of a failure here. Throws Error(kSystem).
+  // Creates the file (with memfd if `directory` is empty) and reserves its first `first` bytes,
+  // before other ranks get its address, so that they need not handle a failure here. Throws
+  // Error(kSystem).
   static Segment create(size_t bytes, size_t first, const std::string& directory);
-  // Maps what another process (or this one) made there and described by address().
+  // Maps a segment of another process (or of this one), given its address().
   static Segment open(const std::string& address, size_t bytes, const std::string& directory);
-  static size_t whole_pages(size_t bytes);
+  // Rounds up to whole pages.
+  static size_t round_to_pages(size_t bytes);
 
-  // Takes the pages of [lo, hi) from the memory nearest to this thread, those that nobody has taken
-  // yet. Throws Error(kSystem) when there is none left.
-  void reserve(size_t lo, size_t hi) const;
+  // Allocates the pages of [begin, end) that are not allocated yet, from the memory closest to this
+  // thread. Throws Error(kSystem) if there is no memory left.
+  void reserve(size_t begin, size_t end) const;
 
   std::byte* data() const { return file_->data; }
   size_t bytes() const { return file_->bytes; }
   std::string address() const;  // "/proc/<pid>/fd/<fd>"
 
+  // Locks the byte of this rank, for rank_is_locked() on the others.
   void lock_rank(int rank);
   bool rank_is_locked(int rank) const;  // by another process
 
-  // Who made it can go before others have opened it: it is kept, by this process, until `opened`.
-  void keep_until(std::function<bool()> opened) const;
-  // Before the process ends: waits until nothing is kept any more, at most `limit`.
-  static void await_kept(std::chrono::milliseconds limit);
+  // Keeps the segment in this process, until `all_opened` returns true, although its creator drops
+  // it: other ranks may have yet to open it.
+  void retain_until(std::function<bool()> all_opened) const;
+  // Waits until this process retains no segment, at most `timeout`. Called before the process ends.
+  static void wait_until_released(std::chrono::milliseconds timeout);
 
  private:
+  // The open file and its mapping; closed with the last copy of the segment.
   struct File {
-    File(int fd_of_file, size_t size, std::string place);
+    File(int fd_of_file, size_t size, std::string directory);
     ~File();
     const int fd;
     const std::string where;  // for messages
     const size_t bytes;
     std::byte* data = nullptr;
   };
-  struct Known;
+  struct Registry;
 
   explicit Segment(std::shared_ptr<File> file) : file_(std::move(file)) {}
   static std::shared_ptr<File> map(int fd, size_t bytes, const std::string& where);
@@ -67,7 +73,8 @@ class Segment {
   std::shared_ptr<File> file_;
 };
 
-// Of a process, whether it or a younger one has its number; 0 where /proc does not tell.
+// Returns the start time of a process, which distinguishes it from a later one with the same pid; 0
+// if it has ended or /proc is not readable.
 uint64_t start_time_of(int pid);
 
 }  // namespace fsccl

@@ -1,4 +1,4 @@
-// What FSCCL_* environment variables say.
+// Settings of fsccl, read from FSCCL_* environment variables.
 #pragma once
 
 #include <cstddef>
@@ -12,51 +12,54 @@
 
 namespace fsccl {
 
-// all_reduce of gradients in bounded time, by datagrams (datagram/tail.h).
-struct TailSettings {
-  bool bounded = false;      // FSCCL_TAIL=bounded
-  std::vector<std::string> groups;  // FSCCL_TAIL_GROUPS: patterns of descriptions; none: all groups
-  size_t bytes = 256 << 10;  // FSCCL_TAIL_BYTES: the smallest
-  double limit = 10;         // FSCCL_TAIL_LIMIT: percent that may be left out
-  bool skip = false;         // FSCCL_TAIL_ABOVE=skip: above it the result is zero; else repeat
-  bool feedback = false;     // FSCCL_TAIL_FEEDBACK=1: what is left out is added to the next
-  double rate_mbit = 0;      // FSCCL_TAIL_RATE: of a rank; 0 learns it
+// Settings of the bounded-time all_reduce of gradients over datagrams
+// (datagram/bounded_all_reduce.h).
+struct BoundedSettings {
+  bool enabled = false;                     // FSCCL_TAIL=bounded
+  std::vector<std::string> group_patterns;  // FSCCL_TAIL_GROUPS: by group description; empty: all
+  size_t min_bytes = 256 << 10;             // FSCCL_TAIL_BYTES: smallest bucket
+  double max_excluded_percent = 10;         // FSCCL_TAIL_LIMIT: of a bucket
+  bool skip_above_limit = false;  // FSCCL_TAIL_ABOVE=skip: result is zero; else: repeated exactly
+  bool feedback = false;          // FSCCL_TAIL_FEEDBACK=1: error feedback (ErrorFeedback)
+  double rate_mbit = 0;           // FSCCL_TAIL_RATE: Mbit/s of a rank; 0: measured
 
-  // Throws Error(kUsage) for other words than "bounded" and "exact".
-  static bool says_bounded(const std::string& word);
-  // Whether a group that the program describes so is one of those that are meant.
-  bool means(const std::string& description) const;
+  // Returns whether `word` is "bounded". Throws Error(kUsage) unless it is "bounded" or "exact".
+  static bool parse_mode(const std::string& word);
+  // Returns whether a group with this description matches one of `group_patterns`.
+  bool applies_to(const std::string& description) const;
 };
 
+// All settings of a group. Ranks compare those in agreed_settings() when the group connects.
 struct Settings {
-  std::vector<int> clusters;      // FSCCL_CLUSTERS=4,4: sizes, over the ranks of the whole job
-  bool shared_memory = true;      // FSCCL_SHM=0: TCP between all ranks
-  std::string shm_directory;      // FSCCL_SHM_DIR: a tmpfs to put segments in
-  size_t slot_bytes = 0;          // FSCCL_SLOT_BYTES: 0 chooses by the number of ranks
-  size_t one_shot_bytes = 32768;  // FSCCL_ONE_SHOT_BYTES: the largest one-shot all_reduce
-  size_t chunk_bytes = 1 << 20;   // FSCCL_CHUNK_BYTES: of pipelines between clusters
-  Algorithm algorithm = Algorithm::kAuto;  // FSCCL_ALGO: of all_reduce between clusters
-  // Of engines for devices (csrc/device), whose steps are cut alike where these are alike:
-  size_t pipe_bytes = 4 << 20;     // FSCCL_PIPE_BYTES: a slot of a pipe
-  size_t tiny_bytes = 16 << 10;    // FSCCL_TINY_BYTES: the most a rank writes on the board
-  size_t kernel_bytes = 12 << 20;  // FSCCL_KERNEL_BYTES: the most that a rank's kernel writes
-  // Pipelined schedules (schedule.h), for all_reduce, all_gather and reduce_scatter:
-  int pipeline_k = 0;  // FSCCL_PIPELINE_K: into how many chunks, 0 takes other algorithms
-  size_t pipeline_nelem = 32768;  // FSCCL_PIPELINE_NELEM: elements a send
+  std::vector<int> node_sizes;  // FSCCL_CLUSTERS=4,4: consecutive nodes, over all ranks of the job
+  bool shared_memory = true;    // FSCCL_SHM=0: use TCP between all ranks
+  std::string shm_directory;    // FSCCL_SHM_DIR: a tmpfs for shared segments; empty: memfd
+  size_t slot_bytes = 0;        // FSCCL_SLOT_BYTES: slot of ShmSteps; 0: by the number of ranks
+  size_t one_shot_bytes = 32768;           // FSCCL_ONE_SHOT_BYTES: largest one-shot all_reduce
+  size_t chunk_bytes = 1 << 20;            // FSCCL_CHUNK_BYTES: unit of pipelining between nodes
+  Algorithm algorithm = Algorithm::kAuto;  // FSCCL_ALGO: of all_reduce between nodes
+  // Of device engines (csrc/device), which cut steps identically only if these are equal:
+  size_t pipe_bytes = 4 << 20;     // FSCCL_PIPE_BYTES: slot of a pipe
+  size_t tiny_bytes = 16 << 10;    // FSCCL_TINY_BYTES: most of a rank in the shared control block
+  size_t kernel_bytes = 12 << 20;  // FSCCL_KERNEL_BYTES: most that the kernel of a rank writes
+  // Of pipelined schedules (schedule.h) for all_reduce, all_gather and reduce_scatter:
+  int pipeline_k = 0;             // FSCCL_PIPELINE_K: number of chunks; 0: use other algorithms
+  size_t pipeline_nelem = 32768;  // FSCCL_PIPELINE_NELEM: elements per send
   bool debug = false;             // FSCCL_DEBUG=INFO
-  std::optional<Key> secret;      // FSCCL_SECRET, of the run; none: of the store alone
+  std::optional<Key> secret;      // FSCCL_SECRET of the run; unset: the key is from the store alone
   TcpOptions tcp;
-  TailSettings tail;
+  BoundedSettings bounded;
 
-  // Throws Error(kUsage) naming the variable, what was found and what was expected.
+  // Reads the environment. Throws Error(kUsage) with the variable, its value and the values that it
+  // may have.
   static Settings from_environment();
   static constexpr long long kMostChunks = 64, kMostElements = 1LL << 26;
-  // The same for clusters, if they do not take in all ranks of the job and no others.
-  void check_clusters(int ranks_of_job) const;
-  // The same for pipeline_k and pipeline_nelem, whoever set them.
+  // Throws Error(kUsage) unless node sizes are unset or add up to the number of ranks of the job.
+  void check_node_sizes(int ranks_of_job) const;
+  // Throws Error(kUsage) if pipeline_k or pipeline_nelem is out of range, whoever set it.
   void check_pipeline() const;
-  // All that ranks must agree on, as text.
-  std::string shared_text() const;
+  // Returns, as text, all settings that must be equal on all ranks.
+  std::string agreed_settings() const;
 };
 
 }  // namespace fsccl

@@ -8,34 +8,38 @@
 namespace fsccl {
 namespace {
 
-constexpr std::chrono::milliseconds kShmNap(100);
+constexpr std::chrono::milliseconds kSleepInterval(100);
 constexpr int32_t kNobody = -1;
 
 bool reached(uint32_t posted, uint32_t step) { return static_cast<int32_t>(posted - step) >= 0; }
 
 }  // namespace
 
-struct alignas(2 * kCacheLine) ShmSteps::Line {
+// State of a rank, in shared memory. Only that rank writes it, except `sleepers`.
+struct alignas(2 * kCacheLine) ShmSteps::RankState {
   Word posted;
   Word sleepers;
-  // The second half, which nobody looks at while the operation goes on.
+  // The second cache line, which nobody reads while the operation makes progress.
   alignas(kCacheLine) Word joined;
   Word left;
-  std::atomic<uint64_t> process;
-  std::atomic<uint64_t> finished;    // the last operation that has
-  std::atomic<int32_t> waits_for;    // group rank
-  std::atomic<uint32_t> waits_step;  // of a mate on the host; 0 when it is on another
+  std::atomic<uint64_t> process_id;
+  // Sequence number of the last operation that this rank has finished.
+  std::atomic<uint64_t> finished_sequence;
+  std::atomic<int32_t> awaited_rank;  // group rank
+  // Step awaited from a rank of this node; 0 if it is on another node.
+  std::atomic<uint32_t> awaited_step;
 };
 
 namespace {
 constexpr size_t kHeaderBytes = 2048;
-constexpr size_t kCardBytes = kCacheLine;
-static_assert(sizeof(OpCard) <= kCardBytes, "a card fits before the payload");
+constexpr size_t kFingerprintBytes = kCacheLine;
+static_assert(sizeof(CollectiveFingerprint) <= kFingerprintBytes,
+              "the fingerprint fits before the payload");
 }  // namespace
 
 size_t ShmSteps::head_bytes(int ranks) {
-  static_assert(sizeof(Verdict) <= kHeaderBytes, "the verdict has its room");
-  return Segment::whole_pages(kHeaderBytes + static_cast<size_t>(ranks) * sizeof(Line));
+  static_assert(sizeof(GroupError) <= kHeaderBytes, "the error fits into the header");
+  return Segment::round_to_pages(kHeaderBytes + static_cast<size_t>(ranks) * sizeof(RankState));
 }
 
 size_t ShmSteps::segment_bytes(int ranks, size_t slot_bytes) {
@@ -47,104 +51,114 @@ size_t ShmSteps::first_bytes(int ranks, size_t slot_bytes) {
 }
 
 size_t ShmSteps::slots_bytes(size_t slot_bytes) {
-  return Segment::whole_pages(2 * (kCardBytes + slot_bytes));
+  return Segment::round_to_pages(2 * (kFingerprintBytes + slot_bytes));
 }
 
 size_t ShmSteps::default_slot_bytes(int ranks) {
   const size_t share = (size_t{16} << 20) / static_cast<size_t>(2 * ranks);
-  // Two-shot divides a slot among the ranks: below 2 KiB each it would be all waiting.
-  const size_t least = std::max(size_t{64} << 10, static_cast<size_t>(ranks) * 2048);
-  return std::max(least, std::min(share, size_t{512} << 10) / 4096 * 4096);
+  // The two-shot algorithm divides a slot among the ranks; below 2 KiB per rank, waiting would
+  // dominate.
+  const size_t min_bytes = std::max(size_t{64} << 10, static_cast<size_t>(ranks) * 2048);
+  return std::max(min_bytes, std::min(share, size_t{512} << 10) / 4096 * 4096);
 }
 
 ShmSteps::ShmSteps(Segment segment, int rank, ShmConfig config)
     : segment_(std::move(segment)), rank_(rank), config_(std::move(config)) {
-  compared_.resize(config_.members.size());
-  each_ = slots_bytes(capacity());
+  checked_step_.resize(config_.members.size());
+  rank_stride_ = slots_bytes(capacity());
   slots_ = segment_.data() + head_bytes(size());
   segment_.lock_rank(rank_);
   reserve_slots();
-  Line& mine = line(rank_);
+  RankState& own_state = rank_state(rank_);
   step_ = config_.first_step;
-  compared_.assign(compared_.size(), step_);
-  mine.posted.store(step_, std::memory_order_relaxed);
-  mine.process.store(config_.process, std::memory_order_relaxed);
-  mine.waits_for.store(kNobody, std::memory_order_relaxed);
-  mine.joined.store(1, std::memory_order_release);
+  checked_step_.assign(checked_step_.size(), step_);
+  own_state.posted.store(step_, std::memory_order_relaxed);
+  own_state.process_id.store(config_.process_id, std::memory_order_relaxed);
+  own_state.awaited_rank.store(kNobody, std::memory_order_relaxed);
+  own_state.joined.store(1, std::memory_order_release);
 }
 
-// Each rank its own, so that their pages lie in the memory nearest to the rank that fills them.
+// Each rank reserves its own slots, so that their pages lie in the memory closest to the rank that
+// writes them.
 void ShmSteps::reserve_slots() {
-  const size_t first = head_bytes(size()) + static_cast<size_t>(rank_) * each_;
+  const size_t first = head_bytes(size()) + static_cast<size_t>(rank_) * rank_stride_;
   try {
-    segment_.reserve(first, first + each_);
+    segment_.reserve(first, first + rank_stride_);
   } catch (const Error& e) {
-    abort({e.fault, member(rank_), name(member(rank_)) + ": " + e.what()});
+    abort({e.fault, group_rank_of(rank_), name(group_rank_of(rank_)) + ": " + e.what()});
     throw;
   }
 }
 
-Verdict& ShmSteps::verdict() const { return *reinterpret_cast<Verdict*>(segment_.data()); }
+GroupError& ShmSteps::group_error() const {
+  return *reinterpret_cast<GroupError*>(segment_.data());
+}
 
-ShmSteps::Line& ShmSteps::line(int local_rank) const {
-  std::byte* at = segment_.data() + kHeaderBytes + static_cast<size_t>(local_rank) * sizeof(Line);
-  return *reinterpret_cast<Line*>(at);
+ShmSteps::RankState& ShmSteps::rank_state(int local_rank) const {
+  std::byte* at =
+      segment_.data() + kHeaderBytes + static_cast<size_t>(local_rank) * sizeof(RankState);
+  return *reinterpret_cast<RankState*>(at);
 }
 
 std::byte* ShmSteps::slot(int local_rank, uint32_t step) const {
-  return slots_ + static_cast<size_t>(local_rank) * each_ + (step & 1) * (kCardBytes + capacity());
+  return slots_ + static_cast<size_t>(local_rank) * rank_stride_ +
+         (step & 1) * (kFingerprintBytes + capacity());
 }
 
-void ShmSteps::begin(const OpCard& card, const Deadline& deadline) {
+void ShmSteps::begin(const CollectiveFingerprint& fingerprint, const Deadline& deadline) {
   throw_if_aborted();
-  card_ = card;
+  fingerprint_ = fingerprint;
   deadline_ = deadline;
 }
 
-void ShmSteps::end() { line(rank_).finished.store(card_.sequence, std::memory_order_release); }
+void ShmSteps::end() {
+  rank_state(rank_).finished_sequence.store(fingerprint_.sequence, std::memory_order_release);
+}
 
-std::byte* ShmSteps::fill() {
+std::byte* ShmSteps::acquire_slot() {
   for (int p = 0; p < size(); ++p) {
     if (p == rank_) continue;
     wait_posted(p, step_);
-    if (compared_[static_cast<size_t>(p)] != step_) compare_card(p, posted_card_);
+    if (checked_step_[static_cast<size_t>(p)] != step_) check_fingerprint(p, posted_fingerprint_);
   }
   std::byte* at = slot(rank_, step_ + 1);
-  std::memcpy(at, &card_, sizeof card_);
-  return at + kCardBytes;
+  std::memcpy(at, &fingerprint_, sizeof fingerprint_);
+  return at + kFingerprintBytes;
 }
 
 void ShmSteps::post() {
-  Line& mine = line(rank_);
-  posted_card_ = card_;
-  mine.posted.store(++step_, std::memory_order_seq_cst);
-  if (mine.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake_all(mine.posted);
+  RankState& own_state = rank_state(rank_);
+  posted_fingerprint_ = fingerprint_;
+  own_state.posted.store(++step_, std::memory_order_seq_cst);
+  if (own_state.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake_all(own_state.posted);
 }
 
-const std::byte* ShmSteps::await(int peer) {
+const std::byte* ShmSteps::wait_for_peer(int peer) {
   wait_posted(peer, step_);
-  compare_card(peer, card_);
-  return slot(peer, step_) + kCardBytes;
+  check_fingerprint(peer, fingerprint_);
+  return slot(peer, step_) + kFingerprintBytes;
 }
 
-void ShmSteps::compare_card(int peer, const OpCard& mine) {
-  OpCard theirs;
-  std::memcpy(&theirs, slot(peer, step_), sizeof theirs);
-  if (theirs != mine) {
-    throw unlike({member(peer), name_of(peer), theirs}, {member(rank_), name_of(rank_), mine},
-                 member(peer));
+void ShmSteps::check_fingerprint(int peer, const CollectiveFingerprint& expected) {
+  CollectiveFingerprint peer_state;
+  std::memcpy(&peer_state, slot(peer, step_), sizeof peer_state);
+  if (peer_state != expected) {
+    throw mismatch_error({group_rank_of(peer), name_of(peer), peer_state},
+                         {group_rank_of(rank_), name_of(rank_), expected}, group_rank_of(peer));
   }
-  compared_[static_cast<size_t>(peer)] = step_;
+  checked_step_[static_cast<size_t>(peer)] = step_;
 }
 
-uint32_t ShmSteps::posted() const { return line(rank_).posted.load(std::memory_order_relaxed); }
+uint32_t ShmSteps::posted() const {
+  return rank_state(rank_).posted.load(std::memory_order_relaxed);
+}
 
-void ShmSteps::await_all() {
-  for (int k = 1; k < size(); ++k) await((rank_ + k) % size());
+void ShmSteps::wait_for_all_peers() {
+  for (int k = 1; k < size(); ++k) wait_for_peer((rank_ + k) % size());
 }
 
 void ShmSteps::wait_posted(int peer, uint32_t step) {
-  const Word& posted = line(peer).posted;
+  const Word& posted = rank_state(peer).posted;
   if (reached(posted.load(std::memory_order_acquire), step)) return;
   for (int i = 0; i < config_.spin.pauses; ++i) {
     cpu_relax();
@@ -158,59 +172,61 @@ void ShmSteps::wait_posted(int peer, uint32_t step) {
 }
 
 void ShmSteps::sleep_until(int peer, uint32_t step) {
-  Line& theirs = line(peer);
-  Line& mine = line(rank_);
-  mine.waits_step.store(step, std::memory_order_relaxed);
-  mine.waits_for.store(member(peer), std::memory_order_release);
+  RankState& peer_state = rank_state(peer);
+  RankState& own_state = rank_state(rank_);
+  own_state.awaited_step.store(step, std::memory_order_relaxed);
+  own_state.awaited_rank.store(group_rank_of(peer), std::memory_order_release);
   for (;;) {
-    theirs.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    const uint32_t seen = theirs.posted.load(std::memory_order_seq_cst);
-    const bool done = reached(seen, step);
-    if (!done) futex_wait(theirs.posted, seen, nap());
-    theirs.sleepers.fetch_sub(1, std::memory_order_seq_cst);
-    if (done || reached(theirs.posted.load(std::memory_order_acquire), step)) break;
-    look_around(peer, step);
+    peer_state.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t posted_seen = peer_state.posted.load(std::memory_order_seq_cst);
+    const bool is_done = reached(posted_seen, step);
+    if (!is_done) futex_wait(peer_state.posted, posted_seen, sleep_interval());
+    peer_state.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    if (is_done || reached(peer_state.posted.load(std::memory_order_acquire), step)) break;
+    check_peers_and_deadline(peer, step);
   }
-  mine.waits_for.store(kNobody, std::memory_order_release);
+  own_state.awaited_rank.store(kNobody, std::memory_order_release);
 }
 
-std::chrono::milliseconds ShmSteps::nap() const {
-  return std::min(kShmNap, deadline_.remaining());
+std::chrono::milliseconds ShmSteps::sleep_interval() const {
+  return std::min(kSleepInterval, deadline_.remaining());
 }
 
-void ShmSteps::look_around(int peer, uint32_t step) {
-  const Word& posted = line(peer).posted;
-  look_at(peer, [&] { return reached(posted.load(std::memory_order_acquire), step); });
-  give_up(culprit(peer));
+void ShmSteps::check_peers_and_deadline(int peer, uint32_t step) {
+  const Word& posted = rank_state(peer).posted;
+  check_peers(peer, [&] { return reached(posted.load(std::memory_order_acquire), step); });
+  throw_if_timed_out(find_straggler(peer));
 }
 
-// It may have come, and its rank gone, between the caller's look and this one.
-void ShmSteps::look_at(int peer, const std::function<bool()>& come) const {
+// The awaited peer may have posted, and its process ended, after the caller looked.
+void ShmSteps::check_peers(int awaited_peer, const std::function<bool()>& arrived) const {
   throw_if_aborted();
-  if (watch_) watch_();
+  if (wait_callback_) wait_callback_();
   for (int p = 0; p < size(); ++p) {
-    const char* const how = p == rank_ ? nullptr : gone(p);
-    if (how == nullptr) continue;
-    const bool done = line(p).finished.load(std::memory_order_acquire) >= card_.sequence;
-    if (p == peer ? come() : done) continue;
-    throw_if_aborted();  // which a rank says before it leaves for that
-    throw Error(Fault::kPeerLost, member(p), name(member(p)) + how);
+    const char* const suffix = p == rank_ ? nullptr : exit_reason(p);
+    if (suffix == nullptr) continue;
+    const bool is_done =
+        rank_state(p).finished_sequence.load(std::memory_order_acquire) >= fingerprint_.sequence;
+    if (p == awaited_peer ? arrived() : is_done) continue;
+    throw_if_aborted();  // which an ending rank records before it leaves
+    throw Error(Fault::kPeerLost, group_rank_of(p), name(group_rank_of(p)) + suffix);
   }
 }
 
-const char* ShmSteps::gone(int peer) const {
-  const Line& theirs = line(peer);
-  if (theirs.left.load(std::memory_order_acquire) != 0) return kLeft;
-  const bool joined = theirs.joined.load(std::memory_order_acquire) != 0;
-  const bool lives = !joined ? config_.runs(member(peer))
-                             : theirs.process.load(std::memory_order_relaxed) == config_.process ||
-                                   segment_.rank_is_locked(peer);
-  return lives ? nullptr : kEnded;
+const char* ShmSteps::exit_reason(int peer) const {
+  const RankState& peer_state = rank_state(peer);
+  if (peer_state.left.load(std::memory_order_acquire) != 0) return kLeftGroup;
+  const bool joined = peer_state.joined.load(std::memory_order_acquire) != 0;
+  const bool alive =
+      !joined ? config_.is_running(group_rank_of(peer))
+              : peer_state.process_id.load(std::memory_order_relaxed) == config_.process_id ||
+                    segment_.rank_is_locked(peer);
+  return alive ? nullptr : kProcessEnded;
 }
 
-void ShmSteps::give_up(int at_fault) const {
+void ShmSteps::throw_if_timed_out(int at_fault) const {
   if (!deadline_.passed()) return;
-  if (trace_) at_fault = trace_(at_fault);
+  if (straggler_query_) at_fault = straggler_query_(at_fault);
   throw Error(Fault::kTimeout, at_fault,
               name(at_fault) + " did not come within " + deadline_.text());
 }
@@ -220,65 +236,66 @@ int ShmSteps::local_rank_of(int group_rank) const {
   return at == config_.members.end() ? -1 : static_cast<int>(at - config_.members.begin());
 }
 
-// Follows who waits for whom from `peer` on. A mate whose own wait is already over (it was
-// stopped, or starved) is itself the one that does not move.
-int ShmSteps::culprit(int peer) const {
+// Follows the chain of awaited ranks from `peer` on. A rank whose own wait is over (its process is
+// stopped, or gets no processor time) is the one that does not move.
+int ShmSteps::find_straggler(int peer) const {
   for (int hops = 0; hops < size(); ++hops) {
-    const Line& at = line(peer);
-    const int32_t next = at.waits_for.load(std::memory_order_acquire);
-    if (next == kNobody || next == member(rank_)) return member(peer);
-    const int q = local_rank_of(next);
-    if (q < 0) return member(peer);  // which give_up() asks whether it still does
-    const uint32_t step = at.waits_step.load(std::memory_order_relaxed);
-    if (reached(line(q).posted.load(std::memory_order_acquire), step)) return member(peer);
-    peer = q;
+    const RankState& state = rank_state(peer);
+    const int32_t awaited = state.awaited_rank.load(std::memory_order_acquire);
+    if (awaited == kNobody || awaited == group_rank_of(rank_)) return group_rank_of(peer);
+    const int next_peer = local_rank_of(awaited);
+    if (next_peer < 0) return group_rank_of(peer);  // throw_if_timed_out() asks the other node
+    const uint32_t step = state.awaited_step.load(std::memory_order_relaxed);
+    if (reached(rank_state(next_peer).posted.load(std::memory_order_acquire), step))
+      return group_rank_of(peer);
+    peer = next_peer;
   }
-  return member(peer);
+  return group_rank_of(peer);
 }
 
-int ShmSteps::awaited() const {
-  const Line& mine = line(rank_);
-  const int32_t next = mine.waits_for.load(std::memory_order_acquire);
-  const int mate = next == kNobody ? -1 : local_rank_of(next);
-  if (mate < 0) return next;
-  const uint32_t step = mine.waits_step.load(std::memory_order_relaxed);
-  const bool over = reached(line(mate).posted.load(std::memory_order_acquire), step);
-  return over ? kNobody : culprit(mate);
+int ShmSteps::awaited_rank() const {
+  const RankState& own_state = rank_state(rank_);
+  const int32_t awaited = own_state.awaited_rank.load(std::memory_order_acquire);
+  const int node_peer = awaited == kNobody ? -1 : local_rank_of(awaited);
+  if (node_peer < 0) return awaited;
+  const uint32_t step = own_state.awaited_step.load(std::memory_order_relaxed);
+  const bool is_over = reached(rank_state(node_peer).posted.load(std::memory_order_acquire), step);
+  return is_over ? kNobody : find_straggler(node_peer);
 }
 
-void ShmSteps::note_wait(int group_rank) {
-  line(rank_).waits_step.store(0, std::memory_order_relaxed);
-  line(rank_).waits_for.store(group_rank, std::memory_order_release);
+void ShmSteps::set_awaited_rank(int group_rank) {
+  rank_state(rank_).awaited_step.store(0, std::memory_order_relaxed);
+  rank_state(rank_).awaited_rank.store(group_rank, std::memory_order_release);
 }
 
-Error ShmSteps::abort(const Error& why) {
-  const Error first = verdict().settle(why);
-  for (int p = 0; p < size(); ++p) futex_wake_all(line(p).posted);
+Error ShmSteps::abort(const Error& error) {
+  const Error first = group_error().set_first(error);
+  for (int p = 0; p < size(); ++p) futex_wake_all(rank_state(p).posted);
   return first;
 }
 
-void ShmSteps::throw_if_aborted() const { verdict().throw_if_settled(); }
+void ShmSteps::throw_if_aborted() const { group_error().throw_if_set(); }
 
-bool ShmSteps::complete() const {
+bool ShmSteps::all_joined() const {
   for (int p = 0; p < size(); ++p) {
-    if (line(p).joined.load(std::memory_order_acquire) == 0) return false;
+    if (rank_state(p).joined.load(std::memory_order_acquire) == 0) return false;
   }
   return true;
 }
 
-void ShmSteps::leave(bool kept) {
-  Line& mine = line(rank_);
-  mine.left.store(1, std::memory_order_seq_cst);
-  if (mine.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake_all(mine.posted);
-  if (!kept || complete()) return;
-  segment_.keep_until(
-      [lines = &line(0), n = size(), members = config_.members, runs = config_.runs] {
-        for (int p = 0; p < n; ++p) {
-          const bool joined = lines[p].joined.load(std::memory_order_acquire) != 0;
-          if (!joined && runs(members[static_cast<size_t>(p)])) return false;
-        }
-        return true;
-      });
+void ShmSteps::leave(bool retain_segment) {
+  RankState& own_state = rank_state(rank_);
+  own_state.left.store(1, std::memory_order_seq_cst);
+  if (own_state.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake_all(own_state.posted);
+  if (!retain_segment || all_joined()) return;
+  segment_.retain_until([states = &rank_state(0), n = size(), members = config_.members,
+                         is_running = config_.is_running] {
+    for (int p = 0; p < n; ++p) {
+      const bool joined = states[p].joined.load(std::memory_order_acquire) != 0;
+      if (!joined && is_running(members[static_cast<size_t>(p)])) return false;
+    }
+    return true;
+  });
 }
 
 }  // namespace fsccl

@@ -1,28 +1,33 @@
-// The step protocol by which the ranks of one host exchange data through a shared segment.
+// The step protocol, by which the ranks of one node exchange data through a shared segment.
 //
-// Every collective is a sequence of steps, and all ranks of the host take the same steps. Rank r
-// has two slots, used in turn, and a counter `posted`. In step s rank r
+// Every collective is a sequence of steps, and all ranks of the node take the same steps. Rank r
+// has two slots, used in turn, and a counter `posted`. In step s, rank r
 //
-//   1. fill():    waits until every posted >= s-1, then writes slot s%2;
-//   2. post():    stores s in its posted (release);
-//   3. await(p):  waits until posted of p >= s (acquire), then reads p's slot s%2.
+//   1. acquire_slot():    waits until every posted >= s-1, then writes slot s%2;
+//   2. post():            stores s in its posted (release);
+//   3. wait_for_peer(p):  waits until posted of p >= s (acquire), then reads slot s%2 of p.
 //
-// Why no slot is overwritten while it is read: a rank posts s-1 only after it has read all it
-// wanted of step s-2, and fill() of step s waits for exactly that; step s-1 lies in the other slot.
-// Counters only grow (compared by signed difference, so 2^32 may wrap) and are never reset: nothing
-// has to be cleaned up between operations or after an error.
+// No slot is overwritten while a peer reads it: a rank posts s-1 only after it has read all it
+// needs from step s-2, and acquire_slot() of step s waits for exactly that. Step s-1 lies in the
+// other slot. Counters only grow (they are compared by signed difference, so that 2^32 may wrap
+// around) and are never reset, so that there is nothing to clean up between operations or after an
+// error.
 //
-// A slot starts with the operation's card (op_card.h), which a reader compares with its own. A step
-// need not read everyone's slot: fill() of step s looks at the cards of step s-1 that nobody has
-// looked at, which stay until this rank posts s.
+// A slot starts with the fingerprint of the operation (collective_fingerprint.h), which a reader
+// compares with its own. A step need not read the slots of all ranks: acquire_slot() of step s
+// checks those fingerprints of step s-1 that have not been checked yet; they stay in place until
+// this rank posts s.
 //
-// Waiting: a few looks, then a futex on the awaited counter. `sleepers` lets the common case, in
-// which nobody sleeps, post without a system call; both sides use sequentially consistent
-// operations, so that either the poster sees the sleeper or the sleeper sees the post. A sleeper
-// wakes ten times a second to look at the abort word, at whether all processes still live, not the
-// awaited one alone, and at its deadline. One that has gone is no failure yet if it has `finished`
-// the operation, or posted what is awaited of it. `waits_for` says whom a rank waits for: whoever
-// times out follows it to the rank that waits for nobody, and names that one.
+// Waiting: a rank spins, then yields, then sleeps on the futex of the awaited counter. Thanks to
+// `sleepers`, post() needs no system call in the common case that nobody sleeps. Both sides use
+// sequentially consistent operations, so that either the poster sees the sleeper, or the sleeper
+// sees the post. A sleeper wakes up ten times a second to check the error of the group, whether all
+// processes of the node are alive (not only the awaited one), and its deadline. A rank that has
+// ended is no failure yet if it has finished the operation, or has posted the awaited step.
+// `awaited_rank` is the rank that a rank waits for. A rank that times out follows it from rank to
+// rank until one that waits for nobody, and names that straggler.
+//
+// Unless noted otherwise, one thread at a time calls.
 #pragma once
 
 #include <functional>
@@ -30,95 +35,102 @@
 #include <vector>
 
 #include "futex.h"
-#include "op_card.h"
+#include "collective_fingerprint.h"
 #include "segment.h"
 #include "types.h"
-#include "verdict.h"
+#include "group_error.h"
 
 namespace fsccl {
 
+// Parameters of ShmSteps, equal on all ranks of the node.
 struct ShmConfig {
   std::vector<int> members;        // group rank of every local rank
   std::vector<std::string> names;  // of every rank of the group, for messages
   size_t slot_bytes = 0;           // payload of a slot
-  uint64_t process = 0;            // the same in all ranks that are threads of one process
+  uint64_t process_id = 0;         // the same for ranks that are threads of one process
   SpinPolicy spin;
-  uint32_t first_step = 0;  // the same on all ranks, to see counters begin again
-  // Whether a group rank's process runs, of one that has not mapped the segment yet.
-  std::function<bool(int)> runs = [](int) { return true; };
+  uint32_t first_step = 0;  // the same on all ranks; tests set it near 2^32
+  // Returns whether the process of a group rank runs. Used for ranks that have not mapped the
+  // segment yet.
+  std::function<bool(int)> is_running = [](int) { return true; };
 };
 
+// One rank's end of the step protocol.
 class ShmSteps {
  public:
   static size_t segment_bytes(int ranks, size_t slot_bytes);
-  // Of these what the maker reserves, who is the first rank: what all write to, and its own slots.
+  // Bytes that the creator, local rank 0, reserves: the shared header and its own slots.
   static size_t first_bytes(int ranks, size_t slot_bytes);
-  // A slot size that keeps small groups fast and large hosts within a few tens of MiB.
+  // Returns a slot size that keeps small groups fast and the segment of a large node at a few tens
+  // of MiB.
   static size_t default_slot_bytes(int ranks);
 
   ShmSteps(Segment segment, int rank, ShmConfig config);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(config_.members.size()); }
-  int member(int local_rank) const { return config_.members[static_cast<size_t>(local_rank)]; }
-  const std::string& name_of(int local_rank) const { return name(member(local_rank)); }
+  int group_rank_of(int local_rank) const {
+    return config_.members[static_cast<size_t>(local_rank)];
+  }
+  const std::string& name_of(int local_rank) const { return name(group_rank_of(local_rank)); }
   size_t capacity() const { return config_.slot_bytes; }
 
-  void begin(const OpCard& card, const Deadline& deadline);
-  void end();  // of the operation: what others do now they do without this rank
-  const OpCard& card() const { return card_; }
+  void begin(const CollectiveFingerprint& fingerprint, const Deadline& deadline);
+  void end();  // Ends the operation: from now on this rank may leave without failing it.
+  const CollectiveFingerprint& fingerprint() const { return fingerprint_; }
   const Deadline& deadline() const { return deadline_; }
-  std::byte* fill();
+  std::byte* acquire_slot();
   void post();
-  const std::byte* await(int peer);
-  void await_all();
+  const std::byte* wait_for_peer(int peer);
+  void wait_for_all_peers();
   uint32_t posted() const;  // steps so far; any thread may call
 
-  // For waits beside the steps (channels.h). look_at() throws when the group has failed, when the
-  // local rank `peer` (-1: nobody's) has gone and what it was to do has not `come`, or another has
-  // in the middle of this operation or before it; give_up() when the time is over.
-  void look_at(int peer, const std::function<bool()>& come) const;
-  void give_up(int group_rank_at_fault) const;
-  std::chrono::milliseconds nap() const;
+  // For waits next to the steps (channels.h). check_peers() throws if the group has failed, if
+  // local rank `awaited_peer` (-1: none) has ended and what it was to do has not `arrived`, or if
+  // another rank has ended before finishing this operation. throw_if_timed_out() throws after the
+  // deadline.
+  void check_peers(int awaited_peer, const std::function<bool()>& arrived) const;
+  void throw_if_timed_out(int group_rank_at_fault) const;
+  std::chrono::milliseconds sleep_interval() const;
   const SpinPolicy& spin() const { return config_.spin; }
-  int local_rank_of(int group_rank) const;  // -1 when it is not on this host
+  int local_rank_of(int group_rank) const;  // -1 if it is not on this node
 
-  // Called by a sleeper now and then; throws to end the wait.
-  void set_watch(std::function<void()> watch) { watch_ = std::move(watch); }
+  // Sets a function that a waiting rank calls ten times a second. It throws to end the wait.
+  void set_wait_callback(std::function<void()> callback) { wait_callback_ = std::move(callback); }
 
-  // The first failure wins, and is returned; everybody who waits, now or later, throws it. Any
+  // Records the first error, and returns it. All ranks that wait, now or later, throw it. Any
   // thread may call.
-  Error abort(const Error& why);
+  Error abort(const Error& error);
   void throw_if_aborted() const;
-  bool complete() const;  // whether all members have mapped it
-  // Tells the others that this rank goes in good order. Waits for nobody: where it is `kept`, those
-  // that have yet to map the segment can, for as long as this process lives.
-  void leave(bool kept);
-  // Whom this rank waits for, or whom its mate does that it waits for, and so on; -1 when it does
-  // not wait. Any thread may call.
-  int awaited() const;
-  // How to ask ranks the same, where there are others than on this host: `trace` gets the first of
-  // them, and gives the one that waits for nobody.
-  void set_trace(std::function<int(int)> trace) { trace_ = std::move(trace); }
-  // What this rank's thread waits for outside this host: a group rank, or -1. For waits_for chains.
-  void note_wait(int group_rank);
+  bool all_joined() const;  // whether all ranks have mapped the segment
+  // Marks this rank as having left in good order. Does not wait. With `retain_segment`, ranks that
+  // have yet to map the segment can do so as long as this process lives.
+  void leave(bool retain_segment);
+  // Returns the straggler: the rank that this rank waits for, or the one that its node peer waits
+  // for, and so on; -1 if this rank does not wait. Any thread may call.
+  int awaited_rank() const;
+  // Sets a function that continues the search on other nodes. It receives the first rank of another
+  // node in the chain and returns the rank that waits for nobody.
+  void set_straggler_query(std::function<int(int)> query) { straggler_query_ = std::move(query); }
+  // Records the rank outside this node that the thread of this rank waits for, or -1.
+  void set_awaited_rank(int group_rank);
 
  private:
-  struct Line;
+  struct RankState;
 
   static size_t head_bytes(int ranks);
   static size_t slots_bytes(size_t slot_bytes);  // both slots of a rank
   void reserve_slots();
-  void compare_card(int peer, const OpCard& mine);
+  void check_fingerprint(int peer, const CollectiveFingerprint& expected);
 
-  Verdict& verdict() const;
-  Line& line(int local_rank) const;
+  GroupError& group_error() const;
+  RankState& rank_state(int local_rank) const;
   std::byte* slot(int local_rank, uint32_t step) const;
   void wait_posted(int peer, uint32_t step);
   void sleep_until(int peer, uint32_t step);
-  void look_around(int peer, uint32_t step);
-  const char* gone(int peer) const;  // how, null when it is not
-  int culprit(int peer) const;
+  void check_peers_and_deadline(int peer, uint32_t step);
+  const char* exit_reason(int peer) const;  // a suffix for messages, null if the rank is alive
+  int find_straggler(int peer) const;
   const std::string& name(int group_rank) const {
     return config_.names[static_cast<size_t>(group_rank)];
   }
@@ -126,14 +138,16 @@ class ShmSteps {
   Segment segment_;
   int rank_;
   ShmConfig config_;
-  std::byte* slots_ = nullptr;  // of the first rank
-  size_t each_ = 0;             // bytes of a rank's slots
+  std::byte* slots_ = nullptr;  // of local rank 0
+  size_t rank_stride_ = 0;      // bytes of both slots of a rank
   uint32_t step_ = 0;
-  OpCard card_, posted_card_;       // of this operation; of the last step
-  std::vector<uint32_t> compared_;  // the last step whose card was, of every rank
+  // Of this operation, and of the last posted step.
+  CollectiveFingerprint fingerprint_, posted_fingerprint_;
+  // By local rank: the last step whose fingerprint was checked.
+  std::vector<uint32_t> checked_step_;
   Deadline deadline_ = Deadline::after(Deadline::Ms(0));
-  std::function<void()> watch_;
-  std::function<int(int)> trace_;
+  std::function<void()> wait_callback_;
+  std::function<int(int)> straggler_query_;
 };
 
 }  // namespace fsccl

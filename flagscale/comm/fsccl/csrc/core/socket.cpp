@@ -26,26 +26,29 @@
 namespace fsccl {
 namespace {
 
-struct OpenFds {
+// The descriptors of all Fd objects, which a forked child closes.
+struct DescriptorRegistry {
   std::mutex mutex;
   std::set<int> numbers;
 };
 
-// Never destroyed: threads may still have some when the process ends.
-OpenFds& open_fds() {
-  static OpenFds* const it = [] {
-    auto* const made = new OpenFds;
-    pthread_atfork([] { open_fds().mutex.lock(); }, [] { open_fds().mutex.unlock(); },
+// Never destroyed, because threads may still hold descriptors when the process ends.
+DescriptorRegistry& descriptor_registry() {
+  static DescriptorRegistry* const registry = [] {
+    auto* const registry_object = new DescriptorRegistry;
+    pthread_atfork([] { descriptor_registry().mutex.lock(); },
+                   [] { descriptor_registry().mutex.unlock(); },
                    [] {
-                     for (const int fd : open_fds().numbers) close(fd);
-                     open_fds().numbers.clear();
-                     open_fds().mutex.unlock();
+                     for (const int fd : descriptor_registry().numbers) close(fd);
+                     descriptor_registry().numbers.clear();
+                     descriptor_registry().mutex.unlock();
                    });
-    return made;
+    return registry_object;
   }();
-  return *it;
+  return *registry;
 }
 
+// A socket address of any family.
 struct Address {
   sockaddr_storage storage{};
   socklen_t length = 0;
@@ -58,72 +61,76 @@ Address unix_address(const std::string& name) {
   sockaddr_un un{};
   un.sun_family = AF_UNIX;
   if (name.size() + 1 > sizeof un.sun_path) fail_usage("a socket name is too long: " + name);
-  std::memcpy(un.sun_path + 1, name.data(), name.size());  // a leading zero: no file
+  // Abstract socket: a leading zero byte, no file.
+  std::memcpy(un.sun_path + 1, name.data(), name.size());
   std::memcpy(&a.storage, &un, sizeof un);
   a.length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
   return a;
 }
 
 Address tcp_address(const std::string& host, const std::string& port) {
-  addrinfo hints{}, *found = nullptr;
+  addrinfo hints{}, *result = nullptr;
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
-  if (const int code = getaddrinfo(host.c_str(), port.c_str(), &hints, &found); code != 0) {
+  if (const int code = getaddrinfo(host.c_str(), port.c_str(), &hints, &result); code != 0) {
     fail_usage("not an address: " + host + " port " + port + ": " + gai_strerror(code));
   }
   Address a;
-  std::memcpy(&a.storage, found->ai_addr, found->ai_addrlen);
-  a.length = found->ai_addrlen;
-  freeaddrinfo(found);
+  std::memcpy(&a.storage, result->ai_addr, result->ai_addrlen);
+  a.length = result->ai_addrlen;
+  freeaddrinfo(result);
   return a;
 }
 
+// The filter of FSCCL_SOCKET_IFNAME (TcpOptions::interface).
 class InterfaceFilter {
  public:
-  explicit InterfaceFilter(std::string pattern) : given_(!pattern.empty()) {
-    if (given_ && (pattern[0] == '^' || pattern[0] == '=')) {
+  explicit InterfaceFilter(std::string pattern) : is_set_(!pattern.empty()) {
+    if (is_set_ && (pattern[0] == '^' || pattern[0] == '=')) {
       mode_ = pattern[0];
       pattern.erase(0, 1);
     }
     names_ = split(pattern, ',');
   }
-  bool takes(const std::string& name) const {
-    bool hit = false;
+  bool accepts(const std::string& name) const {
+    bool matches = false;
     for (const std::string& n : names_) {
-      hit = hit || (mode_ == '=' ? name == n : name.compare(0, n.size(), n) == 0);
+      matches = matches || (mode_ == '=' ? name == n : name.compare(0, n.size(), n) == 0);
     }
-    return !given_ || (mode_ == '^' ? !hit : hit);
+    return !is_set_ || (mode_ == '^' ? !matches : matches);
   }
-  bool given() const { return given_; }
+  bool is_set() const { return is_set_; }
 
  private:
-  bool given_;
+  bool is_set_;
   char mode_ = ' ';
   std::vector<std::string> names_;
 };
 
-constexpr int kReal = 4;
+constexpr int kPhysicalScore = 4;
 
-// Better interfaces first: IPv4 before IPv6, real ones before bridges and the loopback.
-int preference(const ifaddrs& i, const InterfaceFilter& filter) {
-  if (i.ifa_addr == nullptr || (i.ifa_flags & IFF_UP) == 0 || !filter.takes(i.ifa_name)) return -1;
+// Scores an interface, -1 if it cannot be used. IPv4 scores higher than IPv6, physical interfaces
+// higher than bridges and the loopback.
+int score_of(const ifaddrs& i, const InterfaceFilter& filter) {
+  if (i.ifa_addr == nullptr || (i.ifa_flags & IFF_UP) == 0 || !filter.accepts(i.ifa_name))
+    return -1;
   const int family = i.ifa_addr->sa_family;
   if (family != AF_INET && family != AF_INET6) return -1;
   if (family == AF_INET6) {
     const auto* six = reinterpret_cast<const sockaddr_in6*>(i.ifa_addr);
     if (IN6_IS_ADDR_LINKLOCAL(&six->sin6_addr)) return -1;
   }
-  int value = family == AF_INET ? 1 : 0;
-  if ((i.ifa_flags & IFF_LOOPBACK) == 0) value += kReal;
+  int score = family == AF_INET ? 1 : 0;
+  if ((i.ifa_flags & IFF_LOOPBACK) == 0) score += kPhysicalScore;
   const std::string name = i.ifa_name;
   const bool bridge = name.rfind("docker", 0) == 0 || name.rfind("virbr", 0) == 0;
-  return bridge ? value - 2 : value;
+  return bridge ? score - 2 : score;
 }
 
-// An address of an interface, and how good it is.
-struct Choice {
+// The best address of an interface.
+struct Candidate {
   std::string interface, address;
-  int value;
+  int score;
 };
 
 std::string text_of(const sockaddr* address) {
@@ -134,57 +141,58 @@ std::string text_of(const sockaddr* address) {
   return text;
 }
 
-// The best address of each interface that is taken; and the names of all that there are.
-std::vector<Choice> choices(const InterfaceFilter& filter, std::string* seen) {
-  ifaddrs* all = nullptr;
-  if (getifaddrs(&all) != 0) fail_system("cannot list network interfaces");
-  std::vector<Choice> out;
-  for (const ifaddrs* i = all; i != nullptr; i = i->ifa_next) {
+// Returns the best address of each interface that the filter accepts. `all_names` receives the
+// names of all interfaces of the host.
+std::vector<Candidate> candidates(const InterfaceFilter& filter, std::string* all_names) {
+  ifaddrs* interfaces = nullptr;
+  if (getifaddrs(&interfaces) != 0) fail_system("cannot list network interfaces");
+  std::vector<Candidate> out;
+  for (const ifaddrs* i = interfaces; i != nullptr; i = i->ifa_next) {
     const std::string name = i->ifa_name;
-    if (seen->find(name) == std::string::npos) *seen += " " + name;
-    const int value = preference(*i, filter);
-    if (value < 0) continue;
+    if (all_names->find(name) == std::string::npos) *all_names += " " + name;
+    const int score = score_of(*i, filter);
+    if (score < 0) continue;
     const auto same = std::find_if(out.begin(), out.end(),
-                                   [&](const Choice& c) { return c.interface == name; });
-    const Choice one{name, text_of(i->ifa_addr), value};
+                                   [&](const Candidate& c) { return c.interface == name; });
+    const Candidate candidate{name, text_of(i->ifa_addr), score};
     if (same == out.end()) {
-      out.push_back(one);
-    } else if (same->value < value) {
-      *same = one;
+      out.push_back(candidate);
+    } else if (same->score < score) {
+      *same = candidate;
     }
   }
-  freeifaddrs(all);
+  freeifaddrs(interfaces);
   return out;
 }
 
-// As many as are asked for, each of another interface. Beside the first one the loopback and bridges
-// count only where they are asked for by name.
-std::vector<std::string> own_addresses(const TcpOptions& options) {
+// Returns as many addresses as the options ask for, each of another interface. After the first one,
+// the loopback and bridges count only if the filter names them.
+std::vector<std::string> select_addresses(const TcpOptions& options) {
   const InterfaceFilter filter(options.interface);
-  std::string seen;
-  std::vector<Choice> found = choices(filter, &seen);
-  std::stable_sort(found.begin(), found.end(),
-                   [](const Choice& a, const Choice& b) { return a.value > b.value; });
+  std::string all_names;
+  std::vector<Candidate> candidate_list = candidates(filter, &all_names);
+  std::stable_sort(candidate_list.begin(), candidate_list.end(),
+                   [](const Candidate& a, const Candidate& b) { return a.score > b.score; });
   std::vector<std::string> out;
-  for (const Choice& c : found) {
+  for (const Candidate& c : candidate_list) {
     if (out.size() == static_cast<size_t>(options.interfaces)) break;
-    if (out.empty() || filter.given() || c.value >= kReal) out.push_back(c.address);
+    if (out.empty() || filter.is_set() || c.score >= kPhysicalScore) out.push_back(c.address);
   }
-  const std::string of_these =
-      filter.given() ? " matches FSCCL_SOCKET_IFNAME=" + options.interface : std::string();
+  const std::string filter_text =
+      filter.is_set() ? " matches FSCCL_SOCKET_IFNAME=" + options.interface : std::string();
   if (out.empty()) {
-    fail_usage("no network interface that is up and has an address" + of_these + "; there are:" +
-               seen);
+    fail_usage("no network interface that is up and has an address" + filter_text +
+               "; there are:" + all_names);
   }
   if (out.size() < static_cast<size_t>(options.interfaces)) {
     fail_usage("FSCCL_TCP_INTERFACES=" + std::to_string(options.interfaces) + ", and only " +
-               std::to_string(out.size()) + " that is up and has an address" + of_these +
-               "; there are:" + seen);
+               std::to_string(out.size()) + " that is up and has an address" + filter_text +
+               "; there are:" + all_names);
   }
   return out;
 }
 
-void tune(int fd, int family, const TcpOptions& options) {
+void set_socket_options(int fd, int family, const TcpOptions& options) {
   if (family != AF_UNIX) {
     const int on = 1, idle = 10, interval = 5, probes = 3;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
@@ -206,15 +214,15 @@ Fd open_socket(int family) {
   return fd;
 }
 
-Fd listen_on(Address a, const std::string& what) {
+Fd listen_on(Address a, const std::string& description) {
   Fd fd = open_socket(a.family());
   if (bind(fd.get(), a.get(), a.length) != 0 || listen(fd.get(), 4096) != 0) {
-    fail_system("cannot listen on " + what);
+    fail_system("cannot listen on " + description);
   }
   return fd;
 }
 
-// False of a socket that is none of TCP's.
+// Returns false if the socket is not a TCP socket.
 bool read_tcp_info(int fd, tcp_info* info) {
   socklen_t size = sizeof *info;
   return getsockopt(fd, IPPROTO_TCP, TCP_INFO, info, &size) == 0;
@@ -224,28 +232,28 @@ bool read_tcp_info(int fd, tcp_info* info) {
 
 std::string TcpOptions::text() const {
   std::string out = interface;
-  for (const auto value :
-       {static_cast<long long>(interfaces), static_cast<long long>(connections), static_cast<long long>(buffer_bytes),
-        static_cast<long long>(user_timeout.count()), static_cast<long long>(kept_bytes),
-        static_cast<long long>(all_kept_bytes),
-        static_cast<long long>(hello_time.count())}) {
-    out += " " + std::to_string(value);
+  for (const auto score :
+       {static_cast<long long>(interfaces), static_cast<long long>(connections),
+        static_cast<long long>(buffer_bytes), static_cast<long long>(user_timeout.count()),
+        static_cast<long long>(buffered_bytes), static_cast<long long>(total_buffered_bytes),
+        static_cast<long long>(hello_timeout.count())}) {
+    out += " " + std::to_string(score);
   }
   return out;
 }
 
-Fd::Fd(int fd) : fd_(fd), owner_(fd < 0 ? 0 : getpid()) {
+Fd::Fd(int fd) : fd_(fd), owner_pid_(fd < 0 ? 0 : getpid()) {
   if (fd < 0) return;
-  OpenFds& all = open_fds();
-  const std::lock_guard<std::mutex> hold(all.mutex);
-  all.numbers.insert(fd);
+  DescriptorRegistry& registry = descriptor_registry();
+  const std::lock_guard<std::mutex> hold(registry.mutex);
+  registry.numbers.insert(fd);
 }
 
 Fd::~Fd() {
-  if (fd_ < 0 || owner_ != getpid()) return;
-  OpenFds& all = open_fds();
-  const std::lock_guard<std::mutex> hold(all.mutex);
-  all.numbers.erase(fd_);
+  if (fd_ < 0 || owner_pid_ != getpid()) return;
+  DescriptorRegistry& registry = descriptor_registry();
+  const std::lock_guard<std::mutex> hold(registry.mutex);
+  registry.numbers.erase(fd_);
   close(fd_);
 }
 
@@ -256,7 +264,7 @@ Fd listen_unix(const std::string& name, std::string* address) {
 
 std::vector<Listener> listen_tcp(const TcpOptions& options) {
   std::vector<Listener> out;
-  for (const std::string& host : own_addresses(options)) {
+  for (const std::string& host : select_addresses(options)) {
     Fd fd = listen_on(tcp_address(host, "0"), host);
     Address bound;
     bound.length = sizeof bound.storage;
@@ -280,7 +288,7 @@ Fd connect_to(const std::string& address, const TcpOptions& options) {
     a = tcp_address(address.substr(colon + 1), address.substr(4, colon - 4));
   }
   Fd fd = open_socket(a.family());
-  tune(fd.get(), a.family(), options);
+  set_socket_options(fd.get(), a.family(), options);
   if (connect(fd.get(), a.get(), a.length) != 0 && errno != EINPROGRESS) {
     throw Error(Fault::kPeerLost, -1, "cannot connect to " + address + ": " + std::strerror(errno));
   }
@@ -291,7 +299,7 @@ Fd accept_from(int listener, const TcpOptions& options) {
   Address peer;
   peer.length = sizeof peer.storage;
   Fd fd(accept4(listener, peer.get(), &peer.length, SOCK_CLOEXEC | SOCK_NONBLOCK));
-  if (fd.get() >= 0) tune(fd.get(), peer.family(), options);
+  if (fd.get() >= 0) set_socket_options(fd.get(), peer.family(), options);
   return fd;
 }
 
@@ -301,14 +309,14 @@ int pending_error(int fd) {
   return getsockopt(fd, SOL_SOCKET, SO_ERROR, &code, &size) == 0 ? code : errno;
 }
 
-bool unheard(int fd, std::chrono::milliseconds for_so_long) {
+bool unheard_for(int fd, std::chrono::milliseconds duration) {
   tcp_info info{};
   if (!read_tcp_info(fd, &info)) return false;
-  const bool waits = info.tcpi_unacked > 0 || info.tcpi_probes > 1;
-  return waits && std::chrono::milliseconds(info.tcpi_last_ack_recv) >= for_so_long;
+  const bool is_waiting = info.tcpi_unacked > 0 || info.tcpi_probes > 1;
+  return is_waiting && std::chrono::milliseconds(info.tcpi_last_ack_recv) >= duration;
 }
 
-bool under_way(int fd) {
+bool has_unacknowledged_data(int fd) {
   tcp_info info{};
   int bytes = 0;
   return read_tcp_info(fd, &info) && info.tcpi_state == TCP_ESTABLISHED &&
@@ -322,6 +330,6 @@ void raise_descriptor_limit() {
   setrlimit(RLIMIT_NOFILE, &limit);
 }
 
-void hang_up(int fd) { shutdown(fd, SHUT_RDWR); }
+void shut_down_socket(int fd) { shutdown(fd, SHUT_RDWR); }
 
 }  // namespace fsccl

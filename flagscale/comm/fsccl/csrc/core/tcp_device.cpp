@@ -12,188 +12,195 @@ namespace fsccl {
 namespace {
 
 constexpr uint32_t kReadable = EPOLLIN;
-constexpr std::chrono::milliseconds kUntilRead(2000);
+constexpr std::chrono::milliseconds kByeReadTimeout(2000);
 
-struct KnownDevices {
+// The devices of this process, by options.
+struct DeviceRegistry {
   std::mutex mutex;
-  std::map<std::string, std::weak_ptr<TcpDevice>> all;
+  std::map<std::string, std::weak_ptr<TcpDevice>> devices;
 };
 
 }  // namespace
 
 std::shared_ptr<TcpDevice> TcpDevice::of_this_process(const TcpOptions& options) {
-  auto& known = per_process<KnownDevices>();
-  const std::lock_guard<std::mutex> hold(known.mutex);
-  auto& device = known.all[options.text()];
-  auto found = device.lock();
-  if (!found) device = found = std::make_shared<TcpDevice>(options);
-  return found;
+  auto& registry = per_process<DeviceRegistry>();
+  const std::lock_guard<std::mutex> hold(registry.mutex);
+  auto& device = registry.devices[options.text()];
+  auto existing = device.lock();
+  if (!existing) device = existing = std::make_shared<TcpDevice>(options);
+  return existing;
 }
 
 TcpDevice::TcpDevice(TcpOptions options) : options_(std::move(options)) {
   raise_descriptor_limit();
-  // Its name can be read by everyone on the host, so it is made of nothing else.
+  // It is visible to all users of the host, so it contains nothing but a random number.
   listeners_.push_back(listen_unix("fsccl-" + std::to_string(random_number()), &unix_address_));
-  for (Listener& l : listen_tcp(options_)) {
-    listeners_.push_back(std::move(l.fd));
-    tcp_addresses_.insert(0, " " + l.address);
+  for (Listener& listener : listen_tcp(options_)) {
+    listeners_.push_back(std::move(listener.fd));
+    tcp_addresses_.insert(0, " " + listener.address);
   }
   id_ = receiving_.add(this);
-  listen(true);
+  set_accepting(true);
 }
 
 TcpDevice::~TcpDevice() {
   receiving_.remove(id_);
-  // A child that was forked meanwhile has them too, and peers would wait for it.
-  for (const Fd& l : listeners_) hang_up(l.get());
-  for (const auto& [fd, s] : strangers_) hang_up(fd);
-  for (const auto& [since, fd] : told_bye_) hang_up(fd.get());
+  // A child forked in the meantime has these descriptors, too, and peers would wait for it.
+  for (const Fd& listener : listeners_) shut_down_socket(listener.get());
+  for (const auto& [fd, s] : unauthenticated_) shut_down_socket(fd);
+  for (const auto& [since, fd] : bye_sent_) shut_down_socket(fd.get());
 }
 
 std::unique_ptr<Transport> TcpDevice::open() {
   return std::make_unique<TcpTransport>(shared_from_this());
 }
 
-uint64_t TcpDevice::enter(EventLoop::Id handler) {
+uint64_t TcpDevice::register_transport(EventLoop::Id handler) {
   const uint64_t token = random_number();
   const std::lock_guard<std::mutex> hold(mutex_);
-  ports_[token].handler = handler;
+  registrations_[token].handler = handler;
   return token;
 }
 
-std::vector<TcpDevice::Arrival> TcpDevice::arrivals(uint64_t token) {
+std::vector<TcpDevice::Arrival> TcpDevice::take_arrivals(uint64_t token) {
   const std::lock_guard<std::mutex> hold(mutex_);
   accept_all();
-  read_all();
+  read_hellos();
   std::vector<Arrival> out;
-  if (const auto port = ports_.find(token); port != ports_.end()) out.swap(port->second.arrived);
+  if (const auto registration = registrations_.find(token); registration != registrations_.end())
+    out.swap(registration->second.arrivals);
   return out;
 }
 
-void TcpDevice::leave(uint64_t token, const std::optional<Key>& left) {
+void TcpDevice::unregister_transport(uint64_t token, const std::optional<Key>& closed_key) {
   try {
-    receiving_.start();  // somebody has to turn away who comes too late
+    receiving_.start();  // needed to turn away peers that connect too late
   } catch (const Error&) {
-    // No memory for a thread: they will find out when the process ends.
+    // No thread could be started: those peers find out when the process ends.
   }
   const std::lock_guard<std::mutex> hold(mutex_);
-  const auto port = ports_.find(token);
-  if (port == ports_.end()) return;
-  std::vector<Arrival> late = std::move(port->second.arrived);
-  ports_.erase(port);
-  if (left) {
-    left_[token] = *left;
-    left_in_order_.push_back(token);
+  const auto registration = registrations_.find(token);
+  if (registration == registrations_.end()) return;
+  std::vector<Arrival> late_arrivals = std::move(registration->second.arrivals);
+  registrations_.erase(registration);
+  if (closed_key) {
+    closed_groups_[token] = *closed_key;
+    closed_group_order_.push_back(token);
   }
-  if (left_in_order_.size() > kMostLeft) {
-    left_.erase(left_in_order_.front());
-    left_in_order_.pop_front();
+  if (closed_group_order_.size() > kMaxClosedGroups) {
+    closed_groups_.erase(closed_group_order_.front());
+    closed_group_order_.pop_front();
   }
-  for (Arrival& a : late) say_bye(std::move(a));
+  for (Arrival& a : late_arrivals) send_bye(std::move(a));
 }
 
-// It was on its way when the group was left, and would take that for a failure.
-void TcpDevice::say_bye(Arrival late) {
-  const auto group = left_.find(late.hello.tag);
-  if (group == left_.end()) return;
-  const Key key = key_of_connection(group->second, late.hello);
-  if (late.hello.mac != mac_of(key, late.hello, 0)) return;
+// The peer connected while this rank left the group, and would take a closed connection for a
+// failure.
+void TcpDevice::send_bye(Arrival arrival) {
+  const auto group = closed_groups_.find(arrival.hello.tag);
+  if (group == closed_groups_.end()) return;
+  const Key key = key_of_connection(group->second, arrival.hello);
+  if (arrival.hello.mac != mac_of(key, arrival.hello, 0)) return;
   Frame bye;
   bye.kind = FrameKind::kBye;
   bye.mac = mac_of(key, bye, 1);
-  if (send(late.fd.get(), &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof bye) {
-    told_bye_.emplace_back(Clock::now(), std::move(late.fd));
+  if (send(arrival.fd.get(), &bye, sizeof bye, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof bye) {
+    bye_sent_.emplace_back(Clock::now(), std::move(arrival.fd));
   }
 }
 
-bool TcpDevice::has_strangers(uint64_t token) {
+bool TcpDevice::has_unauthenticated(uint64_t token) {
   const std::lock_guard<std::mutex> hold(mutex_);
-  const auto port = ports_.find(token);
-  if (strangers_.empty() || port == ports_.end()) return false;
-  return port->second.waits = true;
+  const auto registration = registrations_.find(token);
+  if (unauthenticated_.empty() || registration == registrations_.end()) return false;
+  return registration->second.awaits_unauthenticated = true;
 }
 
-// Whoever knocks stays at the door, and would wake us for ever.
-void TcpDevice::listen(bool on) {
-  if (listens_ == on) return;
-  for (const Fd& l : listeners_) {
-    receiving_.set(id_, l.get(), on ? 0u : kReadable, on ? kReadable : 0u);
+// A connection that is not accepted keeps its listener readable, which would wake the thread
+// forever.
+void TcpDevice::set_accepting(bool on) {
+  if (accepting_ == on) return;
+  for (const Fd& listener : listeners_) {
+    receiving_.set(id_, listener.get(), on ? 0u : kReadable, on ? kReadable : 0u);
   }
-  listens_ = on;
+  accepting_ = on;
 }
 
 void TcpDevice::accept_all() {
-  bool room = true;
-  for (const Fd& l : listeners_) {
+  bool has_room = true;
+  for (const Fd& listener : listeners_) {
     for (;;) {
-      room = room && strangers_.size() < kMostStrangers;
-      if (!room) break;
-      Fd fd = accept_from(l.get(), options_);
+      has_room = has_room && unauthenticated_.size() < kMaxUnauthenticated;
+      if (!has_room) break;
+      Fd fd = accept_from(listener.get(), options_);
       const int key = fd.get();
       if (key < 0) {
-        room = errno != EMFILE && errno != ENFILE && errno != ENOBUFS && errno != ENOMEM;
+        has_room = errno != EMFILE && errno != ENFILE && errno != ENOBUFS && errno != ENOMEM;
         break;
       }
       receiving_.set(id_, key, 0, kReadable);
-      strangers_[key].fd = std::move(fd);
+      unauthenticated_[key].fd = std::move(fd);
     }
   }
-  listen(room);
+  set_accepting(has_room);
 }
 
-TcpDevice::Said TcpDevice::read(Stranger* s) {
-  auto* const at = reinterpret_cast<char*>(&s->hello) + s->got;
-  const ssize_t n = recv(s->fd.get(), at, sizeof s->hello - s->got, MSG_DONTWAIT);
-  if (n < 0 && (errno == EAGAIN || errno == EINTR)) return Said::kNothingYet;
-  if (n <= 0) return Said::kNonsense;
-  s->got += static_cast<size_t>(n);
-  if (s->got < sizeof s->hello) return Said::kNothingYet;
-  const Frame& f = s->hello;
-  const bool ours = f.magic == Frame::kMagic && f.kind == FrameKind::kHello && f.bytes == 0 &&
-                    f.flags == kProtocolVersion;
-  return ours ? Said::kHello : Said::kNonsense;
+TcpDevice::HelloState TcpDevice::read_hello(UnauthenticatedPeer* peer) {
+  auto* const buffer = reinterpret_cast<char*>(&peer->hello) + peer->received_bytes;
+  const ssize_t n =
+      recv(peer->fd.get(), buffer, sizeof peer->hello - peer->received_bytes, MSG_DONTWAIT);
+  if (n < 0 && (errno == EAGAIN || errno == EINTR)) return HelloState::kIncomplete;
+  if (n <= 0) return HelloState::kInvalid;
+  peer->received_bytes += static_cast<size_t>(n);
+  if (peer->received_bytes < sizeof peer->hello) return HelloState::kIncomplete;
+  const Frame& f = peer->hello;
+  const bool is_valid = f.magic == Frame::kMagic && f.kind == FrameKind::kHello && f.bytes == 0 &&
+                        f.flags == kProtocolVersion;
+  return is_valid ? HelloState::kValid : HelloState::kInvalid;
 }
 
-// Who has said for whom it comes goes there; who has said anything else goes.
-void TcpDevice::settle(std::map<int, Stranger>::iterator at, Said said) {
-  if (said == Said::kNothingYet) return;
-  receiving_.set(id_, at->first, kReadable, 0);
-  const auto port = ports_.find(at->second.hello.tag);
-  if (said == Said::kHello && port != ports_.end() && port->second.arrived.size() < kMostEarly) {
-    port->second.arrived.push_back({std::move(at->second.fd), at->second.hello});
-    receiving_.poke(port->second.handler);
-  } else if (said == Said::kHello && port == ports_.end()) {
-    say_bye({std::move(at->second.fd), at->second.hello});
+// Hands a connection with a valid hello to its endpoint and drops one with an invalid hello.
+void TcpDevice::resolve(std::map<int, UnauthenticatedPeer>::iterator entry, HelloState state) {
+  if (state == HelloState::kIncomplete) return;
+  receiving_.set(id_, entry->first, kReadable, 0);
+  const auto registration = registrations_.find(entry->second.hello.tag);
+  if (state == HelloState::kValid && registration != registrations_.end() &&
+      registration->second.arrivals.size() < kMaxEarlyArrivals) {
+    registration->second.arrivals.push_back({std::move(entry->second.fd), entry->second.hello});
+    receiving_.wake(registration->second.handler);
+  } else if (state == HelloState::kValid && registration == registrations_.end()) {
+    send_bye({std::move(entry->second.fd), entry->second.hello});
   }
-  strangers_.erase(at);
-  for (auto& [token, p] : ports_) {
-    if (std::exchange(p.waits, false)) receiving_.poke(p.handler);
-  }
-}
-
-void TcpDevice::read_all() {
-  for (auto at = strangers_.begin(); at != strangers_.end();) {
-    const auto next = std::next(at);
-    settle(at, read(&at->second));
-    at = next;
+  unauthenticated_.erase(entry);
+  for (auto& [token, p] : registrations_) {
+    if (std::exchange(p.awaits_unauthenticated, false)) receiving_.wake(p.handler);
   }
 }
 
-void TcpDevice::drop_late() {
-  const auto patience = listens_ ? options_.hello_time : std::min(kHurry, options_.hello_time);
+void TcpDevice::read_hellos() {
+  for (auto entry = unauthenticated_.begin(); entry != unauthenticated_.end();) {
+    const auto next = std::next(entry);
+    resolve(entry, read_hello(&entry->second));
+    entry = next;
+  }
+}
+
+void TcpDevice::drop_expired() {
+  const auto timeout =
+      accepting_ ? options_.hello_timeout : std::min(kHelloTimeoutWhenFull, options_.hello_timeout);
   const auto now = Clock::now();
-  for (auto at = strangers_.begin(); at != strangers_.end();) {
-    const auto next = std::next(at);
-    if (now - at->second.made >= patience) settle(at, Said::kNonsense);
-    at = next;
+  for (auto entry = unauthenticated_.begin(); entry != unauthenticated_.end();) {
+    const auto next = std::next(entry);
+    if (now - entry->second.connected_at >= timeout) resolve(entry, HelloState::kInvalid);
+    entry = next;
   }
 }
 
 void TcpDevice::on_events(int fd, uint32_t) {
   const std::lock_guard<std::mutex> hold(mutex_);
-  const auto stranger = strangers_.find(fd);
-  if (stranger != strangers_.end()) {
-    settle(stranger, read(&stranger->second));
+  const auto entry = unauthenticated_.find(fd);
+  if (entry != unauthenticated_.end()) {
+    resolve(entry, read_hello(&entry->second));
   } else {
     accept_all();
   }
@@ -201,11 +208,11 @@ void TcpDevice::on_events(int fd, uint32_t) {
 
 void TcpDevice::on_tick() {
   const std::lock_guard<std::mutex> hold(mutex_);
-  drop_late();
-  while (!told_bye_.empty() && Clock::now() - told_bye_.front().first > kUntilRead) {
-    told_bye_.pop_front();
+  drop_expired();
+  while (!bye_sent_.empty() && Clock::now() - bye_sent_.front().first > kByeReadTimeout) {
+    bye_sent_.pop_front();
   }
-  if (!listens_) accept_all();
+  if (!accepting_) accept_all();
 }
 
 }  // namespace fsccl

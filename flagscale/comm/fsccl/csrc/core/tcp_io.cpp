@@ -1,4 +1,4 @@
-// The transport's connections. How they end is in tcp_ends.cpp.
+// Connections of a transport. Their failure and shutdown are in tcp_shutdown.cpp.
 #include <sys/epoll.h>
 #include <unistd.h>
 
@@ -12,289 +12,303 @@
 namespace fsccl {
 namespace {
 
-// Bytes of one connection before the next has its turn; and before who queued them may leave.
-constexpr size_t kTurnBytes = 4 << 20, kInlineBytes = 1 << 20;
-constexpr std::chrono::milliseconds kLook(1000);
-constexpr uint64_t kMostConnections = 64;  // that a peer opens
+// Bytes that a connection handles before the next one has its turn, and bytes that a queueing
+// thread sends itself.
+constexpr size_t kBytesPerTurn = 4 << 20, kInlineSendBytes = 1 << 20;
+constexpr std::chrono::milliseconds kMaxCheckInterval(1000);
+constexpr uint64_t kMaxConnectionsPerPeer = 64;  // opened by a peer
 
 }  // namespace
 
 TcpTransport::TcpTransport(std::shared_ptr<TcpDevice> device)
     : device_(std::move(device)),
       process_(getpid()),
-      look_every_(std::min(kLook, device_->options().user_timeout / 4)) {
-  receives_ = device_->receiving().add(this);
-  sends_ = device_->sending().add(this);
-  token_ = device_->enter(receives_);
+      check_interval_(std::min(kMaxCheckInterval, device_->options().user_timeout / 4)) {
+  receiving_id_ = device_->receiving().add(this);
+  sending_id_ = device_->sending().add(this);
+  token_ = device_->register_transport(receiving_id_);
 }
 
-TcpTransport::~TcpTransport() { leave_loops(); }
+TcpTransport::~TcpTransport() { detach_from_device(); }
 
 std::string TcpTransport::address() const {
   return std::to_string(token_) + " " + device_->unix_address() + device_->tcp_addresses();
 }
 
-void TcpTransport::meet(Peers peers) {
-  Hold hold(guard_);
+void TcpTransport::set_peers(Peers peers) {
+  LockHold hold(lock_);
   peers_ = std::move(peers);
-  pairs_ = std::vector<Pair>(peers_.names.size());
-  for (Pair& p : pairs_) p.inbox.count_in(&device_->kept());
-  take_arrivals();
+  peer_states_ = std::vector<PeerState>(peers_.names.size());
+  for (PeerState& p : peer_states_) p.inbox.set_total_counter(&device_->buffered_bytes());
+  accept_arrivals();
 }
 
 void TcpTransport::start_threads() {
-  if (started_ || closed_) return;
+  if (threads_started_ || closed_) return;
   device_->receiving().start();
   device_->sending().start();
-  started_ = true;
+  threads_started_ = true;
 }
 
 void TcpTransport::listen() {
-  const Hold hold(guard_);
+  const LockHold hold(lock_);
   start_threads();
 }
 
-void TcpTransport::touch(int rank) {
+void TcpTransport::ensure_connection(int rank) {
   listen();
-  Hold hold(guard_);
-  if (failed_ || pair(rank).gone || !connect(rank)) return;  // who needs that rank will be told
-  queued_.push_back(pair(rank).out[0]);
-  push_queued(hold);
+  LockHold hold(lock_);
+  // Callers that need that rank get the error.
+  if (failure_ || peer_state(rank).loss || !ensure_connections(rank)) return;
+  flush_list_.push_back(peer_state(rank).out[0]);
+  flush_queued(hold);
 }
 
-bool TcpTransport::connect(int rank, size_t bytes) {
-  Pair& p = pair(rank);
-  const bool near = peers_.near[static_cast<size_t>(rank)];
-  const size_t most = near || bytes <= kStripeBytes ? 1 : ceil_div(bytes, kStripeBytes);
+bool TcpTransport::ensure_connections(int rank, size_t bytes) {
+  PeerState& state = peer_state(rank);
+  const bool same_host = peers_.same_host[static_cast<size_t>(rank)];
+  const size_t max_connections =
+      same_host || bytes <= kStripeBytes ? 1 : ceil_div(bytes, kStripeBytes);
   const TcpOptions& options = device_->options();
   const auto interfaces = static_cast<size_t>(options.interfaces);
-  const auto all = ceil_div(static_cast<size_t>(options.connections), interfaces) * interfaces;
-  const size_t ways = std::min(most, all);
+  const auto configured =
+      ceil_div(static_cast<size_t>(options.connections), interfaces) * interfaces;
+  const size_t connection_count = std::min(max_connections, configured);
   try {
-    while (p.out.size() < ways) open(rank, near);
+    while (state.out.size() < connection_count) open_connection(rank, same_host);
   } catch (const Error& e) {
-    if (!p.out.empty()) return true;  // it goes by fewer
-    const bool ours = e.fault != Fault::kPeerLost;
-    lost_soon(rank, Error(e.fault, ours ? peers_.rank : rank,
-                          (ours ? name(peers_.rank) + " cannot reach " + name(rank)
-                                : name(rank) + " cannot be reached") +
-                              ": " + e.what()));
+    if (!state.out.empty()) return true;  // use fewer connections
+    const bool is_local_fault = e.fault != Fault::kPeerLost;
+    mark_lost_when_drained(rank,
+                           Error(e.fault, is_local_fault ? peers_.rank : rank,
+                                 (is_local_fault ? name(peers_.rank) + " cannot reach " + name(rank)
+                                                 : name(rank) + " cannot be reached") +
+                                     ": " + e.what()));
     return false;
   }
   return true;
 }
 
-void TcpTransport::open(int rank, bool near) {
-  Pair& p = pair(rank);
-  const std::vector<std::string> to = split(peers_.addresses[static_cast<size_t>(rank)], ' ');
+void TcpTransport::open_connection(int rank, bool same_host) {
+  PeerState& state = peer_state(rank);
+  const std::vector<std::string> addresses =
+      split(peers_.addresses[static_cast<size_t>(rank)], ' ');
   Frame hello;
-  if (to.size() < 3 || !read_number(to[0], &hello.tag)) fail_usage("it has no such address");
-  const std::string& far = to[to.size() - 1 - p.out.size() % (to.size() - 2)];
+  if (addresses.size() < 3 || !read_number(addresses[0], &hello.tag))
+    fail_usage("it has no such address");
+  const std::string& tcp_address =
+      addresses[addresses.size() - 1 - state.out.size() % (addresses.size() - 2)];
   hello.message = static_cast<uint64_t>(peers_.rank);
   hello.flags = kProtocolVersion;
-  hello.offset = p.opened++;
+  hello.offset = state.connections_opened++;
   hello.total = random_number();
-  Fd fd = connect_to(near ? to[1] : far, device_->options());
+  Fd fd = connect_to(same_host ? addresses[1] : tcp_address, device_->options());
   const Key key = key_of_connection(peers_.key, hello);
   const auto connection = std::make_shared<Connection>(std::move(fd), rank, true, key);
   connections_[connection->fd()] = connection;
   connection->queue(hello);
-  p.out.push_back(connection);
-  poll_for(*connection);
+  state.out.push_back(connection);
+  update_polling(*connection);
   start_threads();
 }
 
 void TcpTransport::queue(const ConnectionPtr& connection, const Frame& frame, Body body) {
   connection->queue(frame, std::move(body));
-  queued_.push_back(connection);
+  flush_list_.push_back(connection);
 }
 
-// Sends what can be sent now; the poll sets take care of the rest. A connection found broken here
-// is closed by its thread, which sees it in its poll set too.
-void TcpTransport::push_queued(Hold& hold) {
-  for (std::vector<ConnectionPtr> connections; !queued_.empty();) {
+// Sends as much as the socket accepts; the poll sets take care of the rest. A connection that turns
+// out to be broken is closed by its thread, which detects that in its poll set, too.
+void TcpTransport::flush_queued(LockHold& hold) {
+  for (std::vector<ConnectionPtr> connections; !flush_list_.empty();) {
     connections.clear();
-    connections.swap(queued_);
+    connections.swap(flush_list_);
     for (const ConnectionPtr& connection : connections) {
-      const bool waits_for_room = (connection->polled & EPOLLOUT) != 0;
-      if (!waits_for_room) connection->flush(hold, kInlineBytes);
-      poll_for(*connection);
+      const bool waits_for_room = (connection->polled_events & EPOLLOUT) != 0;
+      if (!waits_for_room) connection->flush(hold, kInlineSendBytes);
+      update_polling(*connection);
     }
   }
 }
 
-// A stalled connection leaves the poll set: a hang-up cannot be masked and would wake us for ever.
-// Who sends needs no word of room, and asks for it when there is none.
-void TcpTransport::poll_for(Connection& connection) {
+// Updates the epoll events of a connection. A stalled connection leaves the poll set, because a
+// hang-up cannot be masked and would wake the thread forever. A connection on which a thread is
+// sending does not poll for room; the thread does so if there is none.
+void TcpTransport::update_polling(Connection& connection) {
   uint32_t events = 0;
   if (!connection.closed && !connection.stalled()) {
-    const bool waits = connection.has_output() && !connection.sending();
-    events = EPOLLIN | (waits ? static_cast<uint32_t>(EPOLLOUT) : 0u);
+    const bool wants_to_send = connection.has_output() && !connection.sending();
+    events = EPOLLIN | (wants_to_send ? static_cast<uint32_t>(EPOLLOUT) : 0u);
   }
-  if (events == connection.polled) return;
-  const bool ours = connection.opened_here();
-  EventLoop& loop = ours ? device_->sending() : device_->receiving();
-  loop.set(ours ? sends_ : receives_, connection.fd(), connection.polled, events);
-  connection.polled = events;
+  if (events == connection.polled_events) return;
+  const bool opened_here = connection.opened_here();
+  EventLoop& loop = opened_here ? device_->sending() : device_->receiving();
+  loop.set(opened_here ? sending_id_ : receiving_id_, connection.fd(), connection.polled_events,
+           events);
+  connection.polled_events = events;
 }
 
-// Of peers that have connected since; once they are known, all that has come before that.
-void TcpTransport::take_arrivals() {
-  if (pairs_.empty()) return;
-  for (TcpDevice::Arrival& a : device_->arrivals(token_)) {
-    const Frame& hello = a.hello;
+// Accepts connections that peers have opened since; once the peers are known, also all earlier
+// ones.
+void TcpTransport::accept_arrivals() {
+  if (peer_states_.empty()) return;
+  for (TcpDevice::Arrival& arrival : device_->take_arrivals(token_)) {
+    const Frame& hello = arrival.hello;
     const Key key = key_of_connection(peers_.key, hello);
-    if (hello.message >= pairs_.size() || hello.offset >= kMostConnections ||
+    if (hello.message >= peer_states_.size() || hello.offset >= kMaxConnectionsPerPeer ||
         hello.mac != mac_of(key, hello, 0)) {
-      continue;  // none of us
+      continue;  // not a rank of this group
     }
     const int rank = static_cast<int>(hello.message);
-    const uint64_t which = uint64_t{1} << hello.offset;
-    if ((pair(rank).called_in & which) != 0) continue;  // it is being repeated
-    pair(rank).called_in |= which;
-    const int fd = a.fd.get();
-    const auto connection = std::make_shared<Connection>(std::move(a.fd), rank, false, key);
+    const uint64_t bit = uint64_t{1} << hello.offset;
+    if ((peer_state(rank).accepted_mask & bit) != 0) continue;  // a replayed hello
+    peer_state(rank).accepted_mask |= bit;
+    const int fd = arrival.fd.get();
+    const auto connection = std::make_shared<Connection>(std::move(arrival.fd), rank, false, key);
     connections_[fd] = connection;
-    poll_for(*connection);
-    if (failed_) tell_failure(connection);  // it was not there when the others were told
+    update_polling(*connection);
+    if (failure_) send_abort(connection);  // it was not connected when the others were informed
   }
 }
 
-// Somebody has come, or a stranger has gone, or a request has finished that somebody wants to know
-// of.
-void TcpTransport::on_poke() {
+// Called when a peer has connected, an unauthenticated connection is gone, or a request with a
+// callback has finished.
+void TcpTransport::on_wake() {
   {
-    Hold hold(guard_);
-    take_arrivals();
-    look_for_ends();
-    push_queued(hold);
+    LockHold hold(lock_);
+    accept_arrivals();
+    check_drained_peers();
+    flush_queued(hold);
   }
-  tell();
+  run_callbacks();
 }
 
 void TcpTransport::on_tick() {
-  const Hold hold(guard_);
-  if (closed_ || Connection::Clock::now() - looked_ < look_every_) return;
-  looked_ = Connection::Clock::now();
-  look_around();
+  const LockHold hold(lock_);
+  if (closed_ || Connection::Clock::now() - last_check_ < check_interval_) return;
+  last_check_ = Connection::Clock::now();
+  check_connections();
 }
 
-// Without the lock, to whom it concerns.
-void TcpTransport::tell() {
-  std::vector<std::function<void()>> ready;
-  std::unique_ptr<Error> heard;
+// Runs pending callbacks without the lock.
+void TcpTransport::run_callbacks() {
+  std::vector<std::function<void()>> callbacks;
+  std::unique_ptr<Error> failure;
   {
-    const Hold hold(guard_);
-    ready.swap(ready_);
-    heard = std::move(heard_);
+    const LockHold hold(lock_);
+    callbacks.swap(callbacks_);
+    failure = std::move(reported_failure_);
   }
-  if (heard && aborted_) aborted_(*heard);
-  for (const auto& then : ready) then();
+  if (failure && abort_handler_) abort_handler_(*failure);
+  for (const auto& callback : callbacks) callback();
 }
 
-void TcpTransport::notify(const RequestPtr& request, std::function<void()> then) {
+void TcpTransport::notify(const RequestPtr& request, std::function<void()> callback) {
   {
-    Hold hold(guard_);
+    LockHold hold(lock_);
     if (!request->finished()) {
-      auto before = std::move(request->on_settled);
-      request->on_settled = [this, before = std::move(before), then = std::move(then)](Request& r) {
-        if (before) before(r);
-        ready_.push_back(then);
-        device_->receiving().poke(receives_);
+      auto previous = std::move(request->on_finished);
+      request->on_finished = [this, previous = std::move(previous),
+                              callback = std::move(callback)](Request& r) {
+        if (previous) previous(r);
+        callbacks_.push_back(callback);
+        device_->receiving().wake(receiving_id_);
       };
       return;
     }
   }
-  then();
+  callback();
 }
 
 void TcpTransport::on_events(int fd, uint32_t events) {
   {
-    Hold hold(guard_);
-    const auto found = connections_.find(fd);
-    if (found != connections_.end()) handle(ConnectionPtr(found->second), events, hold);
-    if (!heard_) return;
+    LockHold hold(lock_);
+    const auto entry = connections_.find(fd);
+    if (entry != connections_.end()) handle(ConnectionPtr(entry->second), events, hold);
+    if (!reported_failure_) return;
   }
-  tell();
+  run_callbacks();
 }
 
-void TcpTransport::handle(const ConnectionPtr& connection, uint32_t events, Hold& hold) {
-  bool alive = true;
-  moved_.fetch_add(1, std::memory_order_relaxed);
+void TcpTransport::handle(const ConnectionPtr& connection, uint32_t events, LockHold& hold) {
+  bool is_open = true;
+  events_.fetch_add(1, std::memory_order_relaxed);
   if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) {
     try {
-      alive = connection->receive(*this, hold, kTurnBytes);
+      is_open = connection->receive(*this, hold, kBytesPerTurn);
     } catch (const std::bad_alloc&) {
-      alive = false;
+      is_open = false;
       abort_locked(
           Error(Fault::kSystem, peers_.rank,
                 name(peers_.rank) + " has no memory for a message of " + name(connection->peer())),
           nullptr);
-      heard_ = std::make_unique<Error>(*failed_);
+      reported_failure_ = std::make_unique<Error>(*failure_);
     }
-    push_queued(hold);
+    flush_queued(hold);
   }
-  if (alive && connection->has_output()) alive = connection->flush(hold, kTurnBytes);
-  if (alive && (events & EPOLLERR) != 0) alive = false;
-  if (alive) return poll_for(*connection);
-  // Who sends may have sent all, and the peer taken it and left, before it could say so here.
-  hold.wait_until([&] { return !connection->sending(); });
+  if (is_open && connection->has_output()) is_open = connection->flush(hold, kBytesPerTurn);
+  if (is_open && (events & EPOLLERR) != 0) is_open = false;
+  if (is_open) return update_polling(*connection);
+  // Another thread may have sent everything, and the peer received it and left, before that thread
+  // could record it here.
+  hold.unlock_until([&] { return !connection->sending(); });
   close_connection(*connection);
 }
 
-ConnectionOwner::Answer TcpTransport::on_frame(Connection& connection, const Frame& frame,
-                                               Body* into) {
+ConnectionOwner::Decision TcpTransport::on_frame(Connection& connection, const Frame& frame,
+                                                 Body* body) {
   if (frame.kind == FrameKind::kAbort) {
-    *into = room_for_words(connection, frame.bytes);
-    return Answer::kBody;
+    *body = abort_text_body(connection, frame.bytes);
+    return Decision::kBody;
   }
-  if (failed_) {
-    *into = connection.filler(frame.bytes);
-    return Answer::kBody;
+  if (failure_) {
+    *body = connection.discard_buffer(frame.bytes);
+    return Decision::kBody;
   }
-  Answer answer = Answer::kBody;
+  Decision decision = Decision::kBody;
   if (frame.kind == FrameKind::kMessage || frame.kind == FrameKind::kAnnounce) {
-    answer = on_announced(connection, frame, into);
+    decision = on_announced(connection, frame, body);
   } else if (frame.kind == FrameKind::kStripe) {
-    answer = on_stripe(connection, frame, into);
+    decision = on_stripe(connection, frame, body);
   }
-  if (answer == Answer::kStall) pair(connection.peer()).stalled = true;
-  return answer;
+  if (decision == Decision::kStall) peer_state(connection.peer()).has_stalled = true;
+  return decision;
 }
 
-ConnectionOwner::Answer TcpTransport::on_stripe(Connection& connection, const Frame& frame,
-                                                Body* into) {
-  Incoming* const m = pair(connection.peer()).inbox.find(frame.message);
-  if (m == nullptr) return Answer::kStall;
-  if (frame.bytes > m->total || frame.offset > m->total - frame.bytes) return Answer::kRefuse;
-  *into = target_of(connection, *m, {frame.offset, frame.offset + frame.bytes});
-  return Answer::kBody;
+ConnectionOwner::Decision TcpTransport::on_stripe(Connection& connection, const Frame& frame,
+                                                  Body* body) {
+  Incoming* const message = peer_state(connection.peer()).inbox.find(frame.message);
+  if (message == nullptr) return Decision::kStall;
+  if (frame.bytes > message->total || frame.offset > message->total - frame.bytes)
+    return Decision::kRefuse;
+  *body = body_target(connection, *message, {frame.offset, frame.offset + frame.bytes});
+  return Decision::kBody;
 }
 
-void TcpTransport::on_body(Connection& connection, const Frame& frame, Hold& hold) {
+void TcpTransport::on_body(Connection& connection, const Frame& frame, LockHold& hold) {
   switch (frame.kind) {
-    case FrameKind::kHello:  // the device has had it
+    case FrameKind::kHello:  // handled by the device
       return;
     case FrameKind::kClear:
       return on_clear(connection, frame);
     case FrameKind::kAsk:
-      return on_ask(connection, frame);
+      return on_question(connection, frame);
     case FrameKind::kAnswer:
       return on_answer(frame);
     case FrameKind::kMessage:
     case FrameKind::kStripe:
-      if (!failed_) received(pair(connection.peer()), frame, hold);
+      if (!failure_) count_received(peer_state(connection.peer()), frame, hold);
       return;
     case FrameKind::kAbort:
-      if (!failed_) {
-        const int at_fault = static_cast<int>(static_cast<int64_t>(frame.tag));
-        abort_locked(Error(Fault::kAborted, at_fault, connection.text_in), &connection);
-        heard_ = std::make_unique<Error>(*failed_);
+      if (!failure_) {
+        const int rank_at_fault = static_cast<int>(static_cast<int64_t>(frame.tag));
+        abort_locked(Error(Fault::kAborted, rank_at_fault, connection.abort_text_in), &connection);
+        reported_failure_ = std::make_unique<Error>(*failure_);
       }
       return;
     case FrameKind::kBye:
-      connection.said_bye = pair(connection.peer()).said_bye = true;
-      pair(connection.peer()).byes_expected = frame.offset;
+      connection.received_bye = peer_state(connection.peer()).received_bye = true;
+      peer_state(connection.peer()).expected_incoming = frame.offset;
       return;
     case FrameKind::kAnnounce:
       return;
@@ -302,12 +316,12 @@ void TcpTransport::on_body(Connection& connection, const Frame& frame, Hold& hol
 }
 
 void TcpTransport::on_clear(Connection& connection, const Frame& frame) {
-  Pair& p = pair(connection.peer());
-  const auto held = p.held.find(frame.message);
-  if (held == p.held.end()) return;
-  const RequestPtr request = held->second;
-  p.held.erase(held);
-  send_stripes(p, frame.message, request);
+  PeerState& state = peer_state(connection.peer());
+  const auto waiting = state.waiting_for_clear.find(frame.message);
+  if (waiting == state.waiting_for_clear.end()) return;
+  const RequestPtr request = waiting->second;
+  state.waiting_for_clear.erase(waiting);
+  send_stripes(state, frame.message, request);
 }
 
 }  // namespace fsccl

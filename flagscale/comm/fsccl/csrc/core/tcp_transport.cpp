@@ -1,5 +1,5 @@
-// Matching sends with receives. The threads and connections are in tcp_io.cpp, and how they
-// end in tcp_ends.cpp.
+// Matching of sends with receives. Threads and connections are in tcp_io.cpp, shutdown and failure
+// in tcp_shutdown.cpp.
 #include "tcp_transport.h"
 
 #include <algorithm>
@@ -7,285 +7,302 @@
 
 namespace fsccl {
 
-RequestPtr TcpTransport::send(int to, uint64_t tag, BufferList memory, const OpCard& card) {
+RequestPtr TcpTransport::send(int peer, uint64_t tag, BufferList memory,
+                              const CollectiveFingerprint& fingerprint) {
   auto request = std::make_shared<Request>();
-  request->peer = to;
+  request->peer = peer;
   request->tag = tag;
   request->memory = std::move(memory);
-  Hold hold(guard_);
-  if (failed_) {
-    request->fail(*failed_);
+  LockHold hold(lock_);
+  if (failure_) {
+    request->fail(*failure_);
     return request;
   }
-  Pair& p = pair(to);
+  PeerState& state = peer_state(peer);
   const size_t bytes = request->memory.bytes();
-  if (p.gone || !connect(to, bytes)) {
-    request->fail(p.gone ? *p.gone : *p.ending);
+  if (state.loss || !ensure_connections(peer, bytes)) {
+    request->fail(state.loss ? *state.loss : *state.pending_loss);
     return request;
   }
-  const bool asks = bytes > kEagerBytes && (tag & kCollectiveTag) == 0;
-  Frame f;
-  f.tag = tag;
-  f.card = card;
-  f.message = p.next_message++;
-  p.sent_bytes += bytes;
-  f.total = bytes;
-  if (asks || (bytes > kStripeBytes && p.out.size() > 1)) {
-    f.kind = FrameKind::kAnnounce;
-    f.flags = asks ? kAsks : 0;
-    queue(p.out[0], f);
-    if (asks) {
-      p.held.emplace(f.message, request);
+  const bool needs_clear = bytes > kEagerBytes && (tag & kCollectiveTag) == 0;
+  Frame frame;
+  frame.tag = tag;
+  frame.fingerprint = fingerprint;
+  frame.message = state.next_message++;
+  state.sent_bytes += bytes;
+  frame.total = bytes;
+  if (needs_clear || (bytes > kStripeBytes && state.out.size() > 1)) {
+    frame.kind = FrameKind::kAnnounce;
+    frame.flags = needs_clear ? kNeedsClear : 0;
+    queue(state.out[0], frame);
+    if (needs_clear) {
+      state.waiting_for_clear.emplace(frame.message, request);
     } else {
-      send_stripes(p, f.message, request);
+      send_stripes(state, frame.message, request);
     }
   } else {
-    f.kind = FrameKind::kMessage;
-    f.bytes = bytes;
-    queue(p.out[0], f, {request->memory, request, nullptr});
+    frame.kind = FrameKind::kMessage;
+    frame.bytes = bytes;
+    queue(state.out[0], frame, {request->memory, request, nullptr});
   }
-  push_queued(hold);
+  flush_queued(hold);
   return request;
 }
 
-std::vector<Transport::Traffic> TcpTransport::sent() {
-  const Hold hold(guard_);
+std::vector<Transport::Traffic> TcpTransport::sent_traffic() {
+  const LockHold hold(lock_);
   std::vector<Traffic> out;
-  for (const Pair& p : pairs_) out.push_back({p.next_message, p.sent_bytes});
+  for (const PeerState& p : peer_states_) out.push_back({p.next_message, p.sent_bytes});
   return out;
 }
 
-void TcpTransport::send_stripes(Pair& to, uint64_t message, const RequestPtr& request) {
+void TcpTransport::send_stripes(PeerState& to, uint64_t message_number, const RequestPtr& request) {
   const size_t bytes = request->memory.bytes();
-  const size_t ways = std::min(to.out.size(), ceil_div(bytes, kStripeBytes));
-  request->parts = ways;
-  for (size_t i = 0; i < ways; ++i) {
-    const Interval part = cut(bytes, ways, i, 4096);
-    Frame f;
-    f.kind = FrameKind::kStripe;
-    f.message = message;
-    f.bytes = part.size();
-    f.offset = part.lo;
-    f.total = bytes;
-    queue(to.out[i], f, {request->memory.slice(part), request, nullptr});
+  const size_t connection_count = std::min(to.out.size(), ceil_div(bytes, kStripeBytes));
+  request->parts_left = connection_count;
+  for (size_t i = 0; i < connection_count; ++i) {
+    const Interval stripe = cut(bytes, connection_count, i, 4096);
+    Frame frame;
+    frame.kind = FrameKind::kStripe;
+    frame.message = message_number;
+    frame.bytes = stripe.size();
+    frame.offset = stripe.lo;
+    frame.total = bytes;
+    queue(to.out[i], frame, {request->memory.slice(stripe), request, nullptr});
   }
 }
 
-RequestPtr TcpTransport::recv(int from, uint64_t tag, BufferList memory, const OpCard& card) {
+RequestPtr TcpTransport::recv(int from, uint64_t tag, BufferList memory,
+                              const CollectiveFingerprint& fingerprint) {
   auto request = std::make_shared<Request>();
   request->peer = from;
   request->tag = tag;
-  request->card = card;
+  request->fingerprint = fingerprint;
   request->memory = std::move(memory);
-  Hold hold(guard_);
-  if ((tag & kCollectiveTag) != 0 && from != kAnySource && left_over(from, *request))
+  LockHold hold(lock_);
+  if ((tag & kCollectiveTag) != 0 && from != kAnySource && has_stale_message(from, *request))
     return request;
   const int first = from == kAnySource ? 0 : from;
-  const int last = from == kAnySource ? static_cast<int>(pairs_.size()) - 1 : from;
+  const int last = from == kAnySource ? static_cast<int>(peer_states_.size()) - 1 : from;
   for (int r = first; r <= last; ++r) {
-    Inbox& inbox = pair(r).inbox;
-    Incoming* const found = inbox.waiting(tag);
-    if (found == nullptr) continue;
+    Inbox& inbox = peer_state(r).inbox;
+    Incoming* const message = inbox.first_unmatched(tag);
+    if (message == nullptr) continue;
     request->peer = r;
-    inbox.match(*found, request);
-    compare(*found);
-    if (found->complete()) finish(pair(r), found->message, hold);
+    inbox.match(*message, request);
+    check_match(*message);
+    if (message->complete()) complete_message(peer_state(r), message->message, hold);
     resume(r);
-    push_queued(hold);
+    flush_queued(hold);
     return request;
   }
-  if (failed_) {
-    request->fail(*failed_);
+  if (failure_) {
+    request->fail(*failure_);
     return request;
   }
   start_threads();
-  // Being connected is how the loss of the sender is noticed.
+  // A connection is needed to detect the loss of the sender.
   for (int r = first; r <= last; ++r) {
     if (r == peers_.rank) continue;
-    if (!pair(r).gone) connect(r);
-    const bool matters = from != kAnySource || !pair(r).said_bye || !anybody_left();
-    if (pair(r).gone && matters) {
-      request->fail(*pair(r).gone);
-      note_trouble(*request, *pair(r).gone);
+    if (!peer_state(r).loss) ensure_connections(r);
+    const bool matters = from != kAnySource || !peer_state(r).received_bye || !any_peer_alive();
+    if (peer_state(r).loss && matters) {
+      request->fail(*peer_state(r).loss);
+      note_error(*request, *peer_state(r).loss);
       return request;
     }
   }
-  (from == kAnySource ? any_ : pair(from).calls).add(next_order_++, request);
+  (from == kAnySource ? any_source_receives_ : peer_state(from).receives)
+      .add(next_order_++, request);
   if (from != kAnySource && (tag & kCollectiveTag) != 0) {
-    pair(from).inbox.each_waiting(kCollectiveTag, [&](Incoming& m) { compare_order(from, m); });
+    peer_state(from).inbox.each_first_unmatched(
+        kCollectiveTag, [&](Incoming& m) { check_collective_order(from, m); });
   }
   for (int r = first; r <= last; ++r) resume(r);
-  push_queued(hold);
+  flush_queued(hold);
   return request;
 }
 
-// The receive that was called first among those that this message fits.
-RequestPtr TcpTransport::take_call(int from, uint64_t tag) {
-  Calls& own = pair(from).calls;
-  const Calls::Call* const a = own.first(tag);
-  const Calls::Call* const b = any_.first(tag);
-  if (a == nullptr && b == nullptr) return nullptr;
-  const bool any = a == nullptr || (b != nullptr && b->order < a->order);
-  return (any ? any_ : own).take_first(tag);
+// Takes the receive that was posted first among those that a message matches.
+RequestPtr TcpTransport::take_receive(int from, uint64_t tag) {
+  PendingReceives& from_peer = peer_state(from).receives;
+  const PendingReceives::PendingReceive* const first_of_peer = from_peer.first(tag);
+  const PendingReceives::PendingReceive* const first_of_any = any_source_receives_.first(tag);
+  if (first_of_peer == nullptr && first_of_any == nullptr) return nullptr;
+  const bool from_any_source =
+      first_of_peer == nullptr ||
+      (first_of_any != nullptr && first_of_any->order < first_of_peer->order);
+  return (from_any_source ? any_source_receives_ : from_peer).take_first(tag);
 }
 
-// Of a message with the receive that it has met.
-void TcpTransport::compare(Incoming& m) {
-  const RequestPtr& r = m.request;
-  const int who = r->peer;
-  if (m.card != r->card) {
-    r->fail(unlike({who, name(who), m.card}, {peers_.rank, name(peers_.rank), r->card}, who));
-  } else if (r->memory.bytes() != m.total) {
-    r->fail(Error(Fault::kMismatch, who,
-                  other_size(name(who), m.total, name(peers_.rank), r->memory.bytes())));
+// Compares a message with the receive that it has matched.
+void TcpTransport::check_match(Incoming& message) {
+  const RequestPtr& receive = message.request;
+  const int rank = receive->peer;
+  if (message.fingerprint != receive->fingerprint) {
+    receive->fail(mismatch_error({rank, name(rank), message.fingerprint},
+                                 {peers_.rank, name(peers_.rank), receive->fingerprint}, rank));
+  } else if (receive->memory.bytes() != message.total) {
+    receive->fail(Error(
+        Fault::kMismatch, rank,
+        size_mismatch_text(name(rank), message.total, name(peers_.rank), receive->memory.bytes())));
   }
-  if (r->error) note_trouble(*r, *r->error);
-  if (!m.asks) return;
+  if (receive->error) note_error(*receive, *receive->error);
+  if (!message.needs_clear) return;
   Frame clear;
   clear.kind = FrameKind::kClear;
-  clear.message = m.message;
-  if (m.connection != nullptr) queue(pointer_to(*m.connection), clear);
+  clear.message = message.message;
+  if (message.connection != nullptr) queue(shared_pointer_to(*message.connection), clear);
 }
 
-// Whether a message of an earlier collective is still there, for which nobody has called: so this
-// rank has called another then. Fails the receive.
-bool TcpTransport::left_over(int from, Request& r) {
-  pair(from).inbox.each_waiting(kCollectiveTag, [&](const Incoming& m) {
-    if (m.card.sequence >= r.card.sequence || r.error) return;
-    r.fail(unlike({from, name(from), m.card}, {peers_.rank, name(peers_.rank), r.card}, from));
-    note_trouble(r, *r.error);
+// Checks whether a message of an earlier collective is still unmatched, which means that this rank
+// called another collective at that point. If so, fails the receive.
+bool TcpTransport::has_stale_message(int from, Request& r) {
+  peer_state(from).inbox.each_first_unmatched(kCollectiveTag, [&](const Incoming& message) {
+    if (message.fingerprint.sequence >= r.fingerprint.sequence || r.error) return;
+    r.fail(mismatch_error({from, name(from), message.fingerprint},
+                          {peers_.rank, name(peers_.rank), r.fingerprint}, from));
+    note_error(r, *r.error);
   });
   return r.error != nullptr;
 }
 
-// A message of a collective for which nobody has called, while another is awaited of its sender:
-// all messages of an operation are announced before those of the next, and taken by it.
-void TcpTransport::compare_order(int from, const Incoming& m) {
-  pair(from).calls.each_first(kCollectiveTag, [&](const RequestPtr& r) {
-    if (r->card == m.card) return;  // another stream of the same
-    const Error why =
-        unlike({from, name(from), m.card}, {peers_.rank, name(peers_.rank), r->card}, from);
-    r->fail(why);
-    note_trouble(*r, why);
+// Checks a message of a collective that no receive matches while a message of another collective is
+// awaited from its sender: all messages of an operation are announced before those of the next one,
+// and received by that operation.
+void TcpTransport::check_collective_order(int from, const Incoming& message) {
+  peer_state(from).receives.each_first(kCollectiveTag, [&](const RequestPtr& r) {
+    if (r->fingerprint == message.fingerprint) return;  // another stream of the same operation
+    const Error error = mismatch_error({from, name(from), message.fingerprint},
+                                       {peers_.rank, name(peers_.rank), r->fingerprint}, from);
+    r->fail(error);
+    note_error(*r, error);
   });
 }
 
-void TcpTransport::note_trouble(const Request& request, const Error& why) {
-  if ((request.tag & kCollectiveTag) != 0) note_trouble(why, Connection::Clock::now());
+void TcpTransport::note_error(const Request& request, const Error& error) {
+  if ((request.tag & kCollectiveTag) != 0) note_error(error, Connection::Clock::now());
 }
 
-// The one that counts from the earliest time on.
-void TcpTransport::note_trouble(const Error& why, Connection::Clock::time_point from) {
-  if (failed_ || (trouble_ && trouble_from_ <= from)) return;
-  trouble_ = std::make_unique<Error>(why);
-  trouble_from_ = from;
-  troubled_ = true;
+// Keeps the error that takes effect first.
+void TcpTransport::note_error(const Error& error, Connection::Clock::time_point from) {
+  if (failure_ || (error_ && error_from_ <= from)) return;
+  error_ = std::make_unique<Error>(error);
+  error_from_ = from;
+  has_error_ = true;
 }
 
-void TcpTransport::throw_trouble() {
-  if (!troubled_) return;
-  const Hold hold(guard_);
-  if (Connection::Clock::now() >= trouble_from_) throw Error(*trouble_);
+void TcpTransport::raise_transport_error() {
+  if (!has_error_) return;
+  const LockHold hold(lock_);
+  if (Connection::Clock::now() >= error_from_) throw Error(*error_);
 }
 
-Body TcpTransport::target_of(Connection& connection, Incoming& m, Interval range) {
-  if (m.request && m.request->over())
-    return connection.filler(range.size());  // not what it expects
-  if (m.request && !m.keeps) return {m.request->memory.slice(range), m.request, nullptr};
-  if (!m.keeps) m.kept.reset(new std::byte[m.total]);
-  m.keeps = true;
-  return {BufferList(m.kept.get() + range.lo, range.size()), nullptr, m.kept};
+Body TcpTransport::body_target(Connection& connection, Incoming& message, Interval range) {
+  if (message.request && message.request->is_closing())
+    // Discard: the message does not match the receive.
+    return connection.discard_buffer(range.size());
+  if (message.request && !message.is_buffered)
+    return {message.request->memory.slice(range), message.request, nullptr};
+  if (!message.is_buffered) message.buffer.reset(new std::byte[message.total]);
+  message.is_buffered = true;
+  return {BufferList(message.buffer.get() + range.lo, range.size()), nullptr, message.buffer};
 }
 
-// Somebody who waits for a message of this peer's may have to take in others before.
-bool TcpTransport::keeps_enough(const Pair& from, const Incoming& m) const {
-  const bool awaited = !from.calls.empty() || !any_.empty();
-  const size_t kept = from.inbox.kept_bytes(), more = Inbox::kept_of(m);
-  if (awaited || kept == 0) return false;
+// A receive that waits for a message of this peer may need others to be taken in first, so its peer
+// is never stalled.
+bool TcpTransport::buffer_is_full(const PeerState& from, const Incoming& message) const {
+  const bool awaited = !from.receives.empty() || !any_source_receives_.empty();
+  const size_t buffered = from.inbox.buffered_bytes(), more = Inbox::buffered_size(message);
+  if (awaited || buffered == 0) return false;
   const TcpOptions& options = device_->options();
-  return kept + more > options.kept_bytes || device_->kept() + more > options.all_kept_bytes;
+  return buffered + more > options.buffered_bytes ||
+         device_->buffered_bytes() + more > options.total_buffered_bytes;
 }
 
-// Connections of a peer's that could not go on may be able to now.
+// Resumes connections of a peer that were stalled, because they may be able to go on.
 void TcpTransport::resume(int rank) {
-  if (!std::exchange(pair(rank).stalled, false)) return;
+  if (!std::exchange(peer_state(rank).has_stalled, false)) return;
   for (auto& [fd, connection] : connections_) {
     if (connection->peer() != rank || !connection->stalled()) continue;
     connection->resume();
-    poll_for(*connection);
+    update_polling(*connection);
   }
 }
 
-ConnectionOwner::Answer TcpTransport::on_announced(Connection& connection, const Frame& frame,
-                                                   Body* into) {
-  Pair& from = pair(connection.peer());
-  Incoming m;
-  m.message = frame.message;
-  m.tag = frame.tag;
-  m.total = frame.total;
-  m.card = frame.card;
-  m.asks = (frame.flags & kAsks) != 0;
-  m.connection = &connection;
-  if (from.inbox.find(m.message) != nullptr) return Answer::kRefuse;  // nobody sends one twice
-  if (keeps_enough(from, m)) return Answer::kStall;
-  m.request = take_call(connection.peer(), frame.tag);
-  if (m.request) m.request->peer = connection.peer();
-  Incoming& added = from.inbox.add(std::move(m));
+ConnectionOwner::Decision TcpTransport::on_announced(Connection& connection, const Frame& frame,
+                                                     Body* body) {
+  PeerState& from = peer_state(connection.peer());
+  Incoming incoming;
+  incoming.message = frame.message;
+  incoming.tag = frame.tag;
+  incoming.total = frame.total;
+  incoming.fingerprint = frame.fingerprint;
+  incoming.needs_clear = (frame.flags & kNeedsClear) != 0;
+  incoming.connection = &connection;
+  // A message is announced once.
+  if (from.inbox.find(incoming.message) != nullptr) return Decision::kRefuse;
+  if (buffer_is_full(from, incoming)) return Decision::kStall;
+  incoming.request = take_receive(connection.peer(), frame.tag);
+  if (incoming.request) incoming.request->peer = connection.peer();
+  Incoming& added = from.inbox.add(std::move(incoming));
   if (added.request) {
-    compare(added);
+    check_match(added);
   } else if ((added.tag & kCollectiveTag) != 0) {
-    compare_order(connection.peer(), added);
+    check_collective_order(connection.peer(), added);
   }
-  if (frame.kind == FrameKind::kMessage) *into = target_of(connection, added, {0, frame.total});
+  if (frame.kind == FrameKind::kMessage) *body = body_target(connection, added, {0, frame.total});
   resume(connection.peer());  // a stripe may have overtaken this announcement
-  return Answer::kBody;
+  return Decision::kBody;
 }
 
-void TcpTransport::received(Pair& from, const Frame& frame, Hold& hold) {
-  Incoming* const m = from.inbox.find(frame.message);
-  if (m == nullptr) return;
-  m->received += frame.bytes;
-  if (m->complete() && m->request) finish(from, frame.message, hold);
+void TcpTransport::count_received(PeerState& from, const Frame& frame, LockHold& hold) {
+  Incoming* const message = from.inbox.find(frame.message);
+  if (message == nullptr) return;
+  message->received += frame.bytes;
+  if (message->complete() && message->request) complete_message(from, frame.message, hold);
 }
 
-void TcpTransport::finish(Pair& from, uint64_t message, Hold& hold) {
-  const Incoming done = from.inbox.take(message);
-  Request& request = *done.request;
-  if (request.over()) return;
-  if (done.keeps) {
-    const Body body{request.memory, done.request, done.kept};
-    hold.copy(body, done.total, [&] { body.memory.copy_from(done.kept.get(), {0, done.total}); });
+void TcpTransport::complete_message(PeerState& from, uint64_t message_number, LockHold& hold) {
+  const Incoming message = from.inbox.remove_matched(message_number);
+  Request& request = *message.request;
+  if (request.is_closing()) return;
+  if (message.is_buffered) {
+    const Body body{request.memory, message.request, message.buffer};
+    hold.copy(body, message.total,
+              [&] { body.memory.copy_from(message.buffer.get(), {0, message.total}); });
   }
   request.succeed();
 }
 
-RequestPtr TcpTransport::ask(int rank) {
+RequestPtr TcpTransport::query_awaited_rank(int rank) {
   auto request = std::make_shared<Request>();
-  Hold hold(guard_);
-  if (failed_ || pair(rank).gone || !connect(rank)) return nullptr;
-  Frame f;
-  f.kind = FrameKind::kAsk;
-  f.tag = next_order_++;
-  asked_[f.tag] = request;
-  queue(pair(rank).out[0], f);
-  push_queued(hold);
+  LockHold hold(lock_);
+  if (failure_ || peer_state(rank).loss || !ensure_connections(rank)) return nullptr;
+  Frame frame;
+  frame.kind = FrameKind::kAsk;
+  frame.tag = next_order_++;
+  questions_[frame.tag] = request;
+  queue(peer_state(rank).out[0], frame);
+  flush_queued(hold);
   return request;
 }
 
-void TcpTransport::on_ask(Connection& connection, const Frame& frame) {
-  Frame f;
-  f.kind = FrameKind::kAnswer;
-  f.tag = frame.tag;
-  f.message = static_cast<uint64_t>(static_cast<int64_t>(answer_ ? answer_() : -1));
-  queue(pointer_to(connection), f);
+void TcpTransport::on_question(Connection& connection, const Frame& frame) {
+  Frame answer;
+  answer.kind = FrameKind::kAnswer;
+  answer.tag = frame.tag;
+  answer.message =
+      static_cast<uint64_t>(static_cast<int64_t>(wait_query_handler_ ? wait_query_handler_() : -1));
+  queue(shared_pointer_to(connection), answer);
 }
 
 void TcpTransport::on_answer(const Frame& frame) {
-  const auto asked = asked_.find(frame.tag);
-  if (asked == asked_.end()) return;
-  asked->second->peer = static_cast<int>(static_cast<int64_t>(frame.message));
-  asked->second->succeed();
-  asked_.erase(asked);
+  const auto question = questions_.find(frame.tag);
+  if (question == questions_.end()) return;
+  question->second->peer = static_cast<int>(static_cast<int64_t>(frame.message));
+  question->second->succeed();
+  questions_.erase(question);
 }
 
 }  // namespace fsccl

@@ -1,4 +1,4 @@
-// What every thread of fsccl's own begins with.
+// Setup of the threads that fsccl starts.
 #pragma once
 
 #include <pthread.h>
@@ -7,11 +7,12 @@
 
 namespace fsccl {
 
-// Signals belong to the program's own threads. The name, of at most 15 characters, is for `top`.
+// Prepares the calling thread: blocks all signals, which belong to the threads of the program, and
+// sets the thread name (at most 15 characters) that `top` shows.
 inline void begin_thread(const char* name) {
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_BLOCK, &all, nullptr);
+  sigset_t signals;
+  sigfillset(&signals);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   pthread_setname_np(pthread_self(), name);
 }
 

@@ -30,17 +30,18 @@ std::string host_name() {
   return text;
 }
 
-// After a fork the child is another process, whatever its memory remembers.
-uint64_t process_number() {
+// Returns the random number of this process. A forked child is another process and gets another
+// number, although it has a copy of the memory.
+uint64_t this_process_id() {
   static std::mutex mutex;
   std::lock_guard<std::mutex> hold(mutex);
-  static pid_t owner = 0;
-  static uint64_t number = 0;
-  if (owner != getpid()) {
-    owner = getpid();
-    number = random_number();
+  static pid_t owner_pid = 0;
+  static uint64_t process_number = 0;
+  if (owner_pid != getpid()) {
+    owner_pid = getpid();
+    process_number = random_number();
   }
-  return number;
+  return process_number;
 }
 
 }  // namespace
@@ -55,117 +56,125 @@ uint64_t random_number() {
 Key random_key() { return {random_number(), random_number()}; }
 
 Identity Identity::of_this_process(const Settings& settings) {
-  Identity me;
-  me.version = kProtocolVersion;
-  me.domain = first_line(kBootId) + "/" + namespace_id("pid") + "/" + namespace_id("net") + "/" +
-              std::to_string(geteuid());
-  me.host = host_name();
-  me.pid = static_cast<int>(getpid());
-  me.started = start_time_of(me.pid);
-  me.process = process_number();
-  me.settings = settings.shared_text();
-  return me;
+  Identity identity;
+  identity.version = kProtocolVersion;
+  identity.domain = first_line(kBootId) + "/" + namespace_id("pid") + "/" + namespace_id("net") +
+                    "/" + std::to_string(geteuid());
+  identity.host = host_name();
+  identity.pid = static_cast<int>(getpid());
+  identity.start_time = start_time_of(identity.pid);
+  identity.process_id = this_process_id();
+  identity.settings = settings.agreed_settings();
+  return identity;
 }
 
-bool Identity::runs() const { return started == 0 || start_time_of(pid) == started; }
+bool Identity::is_running() const { return start_time == 0 || start_time_of(pid) == start_time; }
 
 std::string Identity::encode() const {
-  std::string out;
+  std::string partition;
   for (const std::string& line :
-       {std::to_string(version), std::to_string(pid), std::to_string(process),
-        std::to_string(started), text_of(key), domain, host, address, settings, native.device,
+       {std::to_string(version), std::to_string(pid), std::to_string(process_id),
+        std::to_string(start_time), text_of(key), domain, host, address, settings, native.device,
         native.vendor, native.library, native.reach}) {
-    out += line + '\n';
+    partition += line + '\n';
   }
-  return out;
+  return partition;
 }
 
 Identity Identity::decode(const std::string& text) {
-  Identity i;
+  Identity identity;
   const std::vector<std::string> lines = split(text, '\n');
-  if (lines.empty() || !read_number(lines[0], &i.version)) i.version = 0;
-  if (i.version != kProtocolVersion) return i;  // the rest may look different there
-  const bool sound = lines.size() == kIdentityLines && read_number(lines[1], &i.pid) &&
-                     read_number(lines[2], &i.process) && read_number(lines[3], &i.started) &&
-                     read_key(lines[4], &i.key);
-  if (!sound) throw Error(Fault::kMismatch, -1, "a rank introduces itself in unknown words");
+  if (lines.empty() || !read_number(lines[0], &identity.version)) identity.version = 0;
+  // Identities of other versions may have another format.
+  if (identity.version != kProtocolVersion) return identity;
+  const bool valid = lines.size() == kIdentityLines && read_number(lines[1], &identity.pid) &&
+                     read_number(lines[2], &identity.process_id) &&
+                     read_number(lines[3], &identity.start_time) &&
+                     read_key(lines[4], &identity.key);
+  if (!valid) throw Error(Fault::kMismatch, -1, "the identity of a rank has an unknown format");
   size_t at = 5;
-  for (std::string* one : {&i.domain, &i.host, &i.address, &i.settings, &i.native.device,
-                           &i.native.vendor, &i.native.library, &i.native.reach}) {
-    *one = lines[at++];
+  for (std::string* field : {&identity.domain, &identity.host, &identity.address,
+                             &identity.settings, &identity.native.device, &identity.native.vendor,
+                             &identity.native.library, &identity.native.reach}) {
+    *field = lines[at++];
   }
-  return i;
+  return identity;
 }
 
-std::string Clusters::text() const {
-  std::string out;
-  for (const auto& c : ranks) out += (out.empty() ? "" : "+") + std::to_string(c.size());
-  return out + " ranks";
+std::string RankPartition::text() const {
+  std::string partition;
+  for (const auto& part : ranks)
+    partition += (partition.empty() ? "" : "+") + std::to_string(part.size());
+  return partition + " ranks";
 }
 
 namespace {
 
-// Ranks with the same key, divided further by FSCCL_CLUSTERS.
-Clusters clusters_by(const std::vector<std::string>& keys, int rank,
-                     const std::vector<int>& global_ranks, const std::vector<int>& sizes) {
-  const int covered = std::accumulate(sizes.begin(), sizes.end(), 0);
-  Clusters out;
-  std::map<std::string, size_t> seen;
+// Groups ranks with the same key, divided further by FSCCL_CLUSTERS.
+RankPartition partition_by(const std::vector<std::string>& keys, int rank,
+                           const std::vector<int>& global_ranks,
+                           const std::vector<int>& node_sizes) {
+  const int total_ranks = std::accumulate(node_sizes.begin(), node_sizes.end(), 0);
+  RankPartition partition;
+  std::map<std::string, size_t> part_of_key;
   for (size_t r = 0; r < keys.size(); ++r) {
     std::string key = keys[r];
-    if (!sizes.empty()) {
+    if (!node_sizes.empty()) {
       const int global = global_ranks[r];
-      if (global >= covered) {
-        fail_usage("FSCCL_CLUSTERS covers " + std::to_string(covered) +
+      if (global >= total_ranks) {
+        fail_usage("FSCCL_CLUSTERS covers " + std::to_string(total_ranks) +
                    " ranks, but there is a rank " + std::to_string(global));
       }
-      int cluster = 0;
-      for (int end = sizes[0]; global >= end; end += sizes[static_cast<size_t>(cluster)]) ++cluster;
-      key += "/" + std::to_string(cluster);
+      int node = 0;
+      for (int end = node_sizes[0]; global >= end; end += node_sizes[static_cast<size_t>(node)])
+        ++node;
+      key += "/" + std::to_string(node);
     }
-    const auto [at, fresh] = seen.emplace(key, out.ranks.size());
-    if (fresh) out.ranks.emplace_back();
+    const auto [at, inserted] = part_of_key.emplace(key, partition.ranks.size());
+    if (inserted) partition.ranks.emplace_back();
     if (static_cast<int>(r) == rank) {
-      out.mine = static_cast<int>(at->second);
-      out.index = static_cast<int>(out.ranks[at->second].size());
+      partition.own_part = static_cast<int>(at->second);
+      partition.own_index = static_cast<int>(partition.ranks[at->second].size());
     }
-    out.ranks[at->second].push_back(static_cast<int>(r));
+    partition.ranks[at->second].push_back(static_cast<int>(r));
   }
-  return out;
+  return partition;
 }
 
 }  // namespace
 
-Clusters form_clusters(int rank, const std::vector<Identity>& who,
-                       const std::vector<int>& global_ranks, const Settings& settings) {
+RankPartition partition_by_node(int rank, const std::vector<Identity>& identities,
+                                const std::vector<int>& global_ranks, const Settings& settings) {
   std::vector<std::string> keys;
-  for (size_t r = 0; r < who.size(); ++r) {
-    keys.push_back(settings.shared_memory ? who[r].domain : "rank " + std::to_string(r));
+  for (size_t r = 0; r < identities.size(); ++r) {
+    keys.push_back(settings.shared_memory ? identities[r].domain : "rank " + std::to_string(r));
   }
-  return clusters_by(keys, rank, global_ranks, settings.clusters);
+  return partition_by(keys, rank, global_ranks, settings.node_sizes);
 }
 
-Clusters form_native_clusters(int rank, const std::vector<Identity>& who,
-                              const std::vector<int>& global_ranks, const Settings& settings) {
+RankPartition partition_by_native_library(int rank, const std::vector<Identity>& identities,
+                                          const std::vector<int>& global_ranks,
+                                          const Settings& settings) {
   std::vector<std::string> keys;
-  for (const Identity& w : who) keys.push_back(w.native.text());
-  return clusters_by(keys, rank, global_ranks, settings.clusters);
+  for (const Identity& w : identities) keys.push_back(w.native.text());
+  return partition_by(keys, rank, global_ranks, settings.node_sizes);
 }
 
-// In the same words on all ranks, whichever differ.
-void check_compatible(const std::vector<Identity>& who, const std::vector<std::string>& names) {
-  const Identity& first = who[0];
-  for (size_t r = 1; r < who.size(); ++r) {
-    const auto refuse = [&](const std::string& what) {
-      throw Error(Fault::kMismatch, static_cast<int>(r), names[r] + what);
+// The message is the same on all ranks, whichever of them differ.
+void check_compatible(const std::vector<Identity>& identities,
+                      const std::vector<std::string>& names) {
+  const Identity& reference = identities[0];
+  for (size_t r = 1; r < identities.size(); ++r) {
+    const auto refuse = [&](const std::string& difference) {
+      throw Error(Fault::kMismatch, static_cast<int>(r), names[r] + difference);
     };
-    if (who[r].version != first.version) {
-      refuse(" speaks fsccl protocol " + std::to_string(who[r].version) + ", " + names[0] + " " +
-             std::to_string(first.version) + ": install the same version everywhere");
+    if (identities[r].version != reference.version) {
+      refuse(" speaks fsccl protocol " + std::to_string(identities[r].version) + ", " + names[0] +
+             " " + std::to_string(reference.version) + ": install the same version everywhere");
     }
-    if (who[r].settings != first.settings) {
-      refuse(" runs with " + who[r].settings + ", " + names[0] + " with " + first.settings +
-             ": set the same values everywhere");
+    if (identities[r].settings != reference.settings) {
+      refuse(" runs with " + identities[r].settings + ", " + names[0] + " with " +
+             reference.settings + ": set the same values everywhere");
     }
   }
 }

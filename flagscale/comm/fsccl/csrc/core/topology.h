@@ -1,4 +1,4 @@
-// Who the ranks of a group are, and which of them can share memory.
+// Identity of the ranks of a group, and their partition into nodes: ranks that can share memory.
 #pragma once
 
 #include <string>
@@ -9,34 +9,35 @@
 
 namespace fsccl {
 
-// What moves a rank's tensors among its like. Ranks with the same of all four form a native
-// cluster; for the core itself, which moves host memory, it makes no difference.
-struct Native {
+// The library that moves tensors between the ranks of a kind. Ranks that agree in all four fields
+// form one part of partition_by_native_library(). The core itself moves host memory and does not
+// distinguish them.
+struct NativeLibrary {
   std::string device = "cpu";
   std::string vendor = "cpu";
-  std::string library = "own";  // with its version, where unlike versions do not work together
-  std::string reach;            // a name for those who reach each other; empty: everyone does
+  std::string library = "own";  // with its version, if other versions are incompatible
+  std::string reach;            // name of a set of ranks that can reach each other; empty: all can
 
   std::string text() const { return device + "/" + vendor + "/" + library + "/" + reach; }
-  bool operator==(const Native& o) const { return text() == o.text(); }
+  bool operator==(const NativeLibrary& other) const { return text() == other.text(); }
 };
 
-// What a rank tells the others when the group is made.
+// Description of a rank, which all ranks exchange when the group connects.
 struct Identity {
   uint32_t version = 0;
   std::string domain;  // equal where processes see each other's memory, processes and sockets
   std::string host;
   int pid = 0;
-  uint64_t started = 0;  // start_time_of(pid)
-  uint64_t process = 0;  // random, once a process
-  std::string address;   // of its transport
-  Key key;               // random; rank 0's is the group's
+  uint64_t start_time = 0;  // start_time_of(pid)
+  uint64_t process_id = 0;  // random, one per process
+  std::string address;      // of its transport
+  Key key;                  // random; that of rank 0 becomes the key of the group
   std::string settings;
-  Native native;
+  NativeLibrary native;
 
   static Identity of_this_process(const Settings& settings);
-  // Whether its process, one of this host's, still runs.
-  bool runs() const;
+  // Returns whether its process still runs. Valid on the same host only.
+  bool is_running() const;
   std::string encode() const;
   static Identity decode(const std::string& text);
 };
@@ -44,28 +45,33 @@ struct Identity {
 uint64_t random_number();
 Key random_key();
 
-// The group's ranks by cluster: ranks that share memory and that FSCCL_CLUSTERS does not divide.
-// Clusters are in order of their first rank, ranks inside a cluster in group order.
-struct Clusters {
+// The ranks of a group, divided into parts: nodes for the core (ranks that share memory), or ranks
+// with the same native library for a device engine. Parts are ordered by their first rank, and
+// ranks inside a part by group rank.
+struct RankPartition {
   std::vector<std::vector<int>> ranks;
-  int mine = 0;   // this rank's cluster
-  int index = 0;  // and its place there
+  int own_part = 0;   // index of the part of this rank
+  int own_index = 0;  // index of this rank in that part
 
   int count() const { return static_cast<int>(ranks.size()); }
-  const std::vector<int>& own() const { return ranks[static_cast<size_t>(mine)]; }
+  const std::vector<int>& own_ranks() const { return ranks[static_cast<size_t>(own_part)]; }
   std::string text() const;  // "2+2 ranks"
 };
 
-// `global_ranks` are the group's ranks in the whole job. Throws Error(kUsage) when FSCCL_CLUSTERS
-// does not cover them.
-Clusters form_clusters(int rank, const std::vector<Identity>& who,
-                       const std::vector<int>& global_ranks, const Settings& settings);
+// Divides ranks into nodes: ranks that share memory and that FSCCL_CLUSTERS does not separate.
+// `global_ranks` are the ranks of the group in the whole job. Throws Error(kUsage) if
+// FSCCL_CLUSTERS does not cover them.
+RankPartition partition_by_node(int rank, const std::vector<Identity>& identities,
+                                const std::vector<int>& global_ranks, const Settings& settings);
 
-// The same by native library, in place of shared memory.
-Clusters form_native_clusters(int rank, const std::vector<Identity>& who,
-                              const std::vector<int>& global_ranks, const Settings& settings);
+// As partition_by_node(), by native library instead of shared memory.
+RankPartition partition_by_native_library(int rank, const std::vector<Identity>& identities,
+                                          const std::vector<int>& global_ranks,
+                                          const Settings& settings);
 
-// Throws Error(kMismatch) naming the first rank that cannot work with rank 0.
-void check_compatible(const std::vector<Identity>& who, const std::vector<std::string>& names);
+// Throws Error(kMismatch) that names the first rank with another version or other settings than
+// rank 0.
+void check_compatible(const std::vector<Identity>& identities,
+                      const std::vector<std::string>& names);
 
 }  // namespace fsccl

@@ -9,32 +9,34 @@ std::shared_ptr<Device> Device::of_this_process(const Settings& settings) {
 }
 
 void Transport::wait(const RequestPtr& request, const Deadline& deadline,
-                     const std::function<void()>& watch) {
-  constexpr std::chrono::milliseconds kNap(100);
+                     const std::function<void()>& poll) {
+  constexpr std::chrono::milliseconds kPollInterval(100);
   while (!request->finished()) {
-    request->sleep(std::min(kNap, deadline.remaining()));
+    request->wait_briefly(std::min(kPollInterval, deadline.remaining()));
     if (request->finished()) break;
-    if (watch) watch();
+    if (poll) poll();
     if (deadline.passed()) {
-      const int who = request->peer;
-      const std::string whom = who == kAnySource ? std::string("no rank's message") : name(who);
-      throw Error(
-          Fault::kTimeout, who,
-          whom + (who == kAnySource ? " came" : " did not come") + " within " + deadline.text());
+      const int peer = request->peer;
+      const std::string subject =
+          peer == kAnySource ? std::string("no rank's message") : name(peer);
+      throw Error(Fault::kTimeout, peer,
+                  subject + (peer == kAnySource ? " came" : " did not come") + " within " +
+                      deadline.text());
     }
   }
   if (request->failed()) throw *request->error;
 }
 
-int Transport::trace(int rank, const Deadline& deadline, const std::function<void()>& watch) {
+int Transport::find_straggler(int rank, const Deadline& deadline,
+                              const std::function<void()>& poll) {
   for (int hops = 0; hops < ranks() && rank != peers_.rank; ++hops) {
-    const RequestPtr asked = ask(rank);
-    if (!asked) return rank;
-    while (!asked->finished() && !deadline.passed()) {
-      asked->sleep(std::min(Deadline::Ms(20), deadline.remaining()));
-      watch();
+    const RequestPtr query = query_awaited_rank(rank);
+    if (!query) return rank;
+    while (!query->finished() && !deadline.passed()) {
+      query->wait_briefly(std::min(Deadline::Ms(20), deadline.remaining()));
+      poll();
     }
-    const int next = asked->finished() ? asked->peer.load() : -1;
+    const int next = query->finished() ? query->peer.load() : -1;
     if (next < 0 || next >= ranks() || next == peers_.rank) return rank;
     rank = next;
   }

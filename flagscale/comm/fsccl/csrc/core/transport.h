@@ -1,17 +1,19 @@
-// What algorithms ask of what carries their data between any two ranks: tagged messages. Whoever
-// brings another network brings a Transport, for a group, and what its groups share: a Device.
+// Interface of a network to the algorithms: tagged messages between any two ranks. A network of
+// another kind implements a Transport, one per group, and a Device that its groups share.
 //
-//   Device      a process's way into a network: its address, its event loop. One a process.
-//   Transport   of one group on a device. It has a pair a peer: what connects the two, and what
-//               waits on either side. A rank that it does not reach is its business to name.
-//   BufferList  the memory of a message (buffer_list.h), left alone once the request has finished
-//   Request     a send or a receive under way (request.h)
+//   Device      access of a process to a network: its addresses, its event loop. One per process.
+//   Transport   endpoint of one group on a device. It keeps state per peer: the connections, and
+//               what waits on either side. It reports a peer that cannot be reached.
+//   BufferList  memory of a message (buffer_list.h), not touched any more once the request has
+//               finished
+//   Request     a send or a receive in progress (request.h)
 //
-// Messages of one pair with one tag match receives in the order in which both were called. Ranks
-// that share memory have steps beside messages (shm_steps.h), for what these are too slow.
+// Messages of one pair of ranks with one tag match receives in the order in which both were called.
+// Ranks that share memory exchange data in steps as well (shm_steps.h), where messages are too
+// slow.
 //
-// The first failure of a group is told to all: abort() here is abort() everywhere that is
-// connected, with the same words, and on_abort() there.
+// The first failure of a group reaches all ranks: abort() on one rank aborts every connected rank
+// with the same message, and calls its on_abort() handler.
 #pragma once
 
 #include <functional>
@@ -27,24 +29,26 @@ namespace fsccl {
 
 class Transport;
 
+// Access of a process to a network. Any thread may call.
 class Device {
  public:
   virtual ~Device() = default;
-  // The one that the settings ask for. The only place that knows which there are.
+  // Returns the device that the settings ask for. The only place that knows all implementations.
   static std::shared_ptr<Device> of_this_process(const Settings& settings);
-  // An end for one more group. Peers may connect from now on that know what addresses() says.
+  // Creates an endpoint for one more group. From now on, peers that have its address() may connect.
   virtual std::unique_ptr<Transport> open() = 0;
 };
 
-// What a group has learned of its ranks.
+// The ranks of a group, indexed by group rank.
 struct Peers {
   int rank = 0;                        // of this process
-  std::vector<std::string> addresses;  // of every rank, as its transport calls itself
+  std::vector<std::string> addresses;  // address() of the transport of every rank
   std::vector<std::string> names;      // of every rank, for messages
-  std::vector<bool> near;              // those of this host
-  Key key;                             // that they share, and nobody else has
+  std::vector<bool> same_host;         // whether a rank runs on this host
+  Key key;                             // secret that the ranks share and nobody else has
 };
 
+// Endpoint of one group. Any thread may call.
 class Transport {
  public:
   static constexpr int kAnySource = -1;
@@ -52,62 +56,67 @@ class Transport {
 
   virtual ~Transport() = default;
 
-  // How peers find this end, in one line of text; the same for as long as it lives.
+  // Returns the address under which peers reach this endpoint, one line of text. It does not
+  // change.
   virtual std::string address() const = 0;
-  // Who they are, once all are known. Before it nothing below but abort() and close().
-  virtual void meet(Peers peers) = 0;
+  // Sets the peers, once all are known. Before that, only abort() and close() may be called.
+  virtual void set_peers(Peers peers) = 0;
 
-  // The memory must stay valid until the request has finished. A message whose card is not the
-  // receiver's fails it; so does one of another collective, where one of a collective is awaited:
-  // they come in order.
-  virtual RequestPtr send(int peer, uint64_t tag, BufferList memory, const OpCard& card = {}) = 0;
-  virtual RequestPtr recv(int peer, uint64_t tag, BufferList memory, const OpCard& card = {}) = 0;
-  // Calls `then` once the request has finished: now, or later from a thread of the device's.
-  virtual void notify(const RequestPtr& request, std::function<void()> then) = 0;
-  // Throws the request's error; kTimeout names the peer. `watch` is called ten times a second.
-  void wait(const RequestPtr& request, const Deadline& deadline,
-            const std::function<void()>& watch);
+  // Starts a send or a receive. The memory must stay valid until the request has finished. A
+  // receive fails if the fingerprint of the message differs from its own, or if a message of
+  // another collective arrives where one of a collective is awaited, because those arrive in order.
+  virtual RequestPtr send(int peer, uint64_t tag, BufferList memory,
+                          const CollectiveFingerprint& fingerprint = {}) = 0;
+  virtual RequestPtr recv(int peer, uint64_t tag, BufferList memory,
+                          const CollectiveFingerprint& fingerprint = {}) = 0;
+  // Calls `callback` once the request has finished: now, or later from a thread of the device.
+  virtual void notify(const RequestPtr& request, std::function<void()> callback) = 0;
+  // Waits until the request has finished. Throws the error of the request, or kTimeout naming the
+  // peer. `poll` is called ten times a second and may throw.
+  void wait(const RequestPtr& request, const Deadline& deadline, const std::function<void()>& poll);
 
-  // For who waits in a collective: throws why a message of a collective's cannot go or come any
-  // more, if one cannot, or, a moment later, that a peer has ended without a word, which may have
-  // done its part. Whoever waits for another message would learn it too late.
-  virtual void throw_trouble() = 0;
+  // For waits inside a collective: throws if a message of a collective can no longer be sent or
+  // received. If a peer ended without a kBye frame, throws only after a grace period, because that
+  // peer may have done its part. Without this check, a rank that waits for another message would
+  // detect the failure too late.
+  virtual void raise_transport_error() = 0;
 
-  // Answers from now on, also before this rank sends or receives anything.
+  // Accepts connections from now on, also before this rank sends or receives anything.
   virtual void listen() = 0;
-  // As listen(), and connects to a rank, which then hears of a failure here, as this one of its.
-  virtual void touch(int rank) = 0;
-  // Asks a rank whom it waits for, and that one, and so on: the first of them that waits for nobody
-  // or does not answer before the deadline. Throws what `watch` throws.
-  int trace(int rank, const Deadline& deadline, const std::function<void()>& watch);
-  // How this rank answers; called by a thread of the device's.
-  void on_ask(std::function<int()> answer) { answer_ = std::move(answer); }
+  // As listen(), and connects to a rank, so that either of the two learns of a failure of the
+  // other.
+  virtual void ensure_connection(int rank) = 0;
+  // Asks a rank which rank it waits for, then asks that one, and so on. Returns the first rank that
+  // waits for nobody or does not answer before the deadline. Throws what `poll` throws.
+  int find_straggler(int rank, const Deadline& deadline, const std::function<void()>& poll);
+  // Sets the handler that answers these questions. A thread of the device calls it.
+  void on_wait_query(std::function<int()> handler) { wait_query_handler_ = std::move(handler); }
 
-  // Fails everything under way and all that comes later, and tells every peer that is connected or
-  // connects later. Afterwards no memory of any request is touched any more.
-  virtual void abort(const Error& why) = 0;
-  // Called, once, from a thread of the device's when a peer reports that the group failed.
-  void on_abort(std::function<void(const Error&)> handler) { aborted_ = std::move(handler); }
-  // What this rank has called send() for so far, by peer. Any thread may call.
+  // Fails all requests, in progress or later, and sends `error` to every peer that is connected or
+  // connects later. After it returns, the memory of no request is touched any more.
+  virtual void abort(const Error& error) = 0;
+  // Sets the handler of a failure that a peer reports. A thread of the device calls it, once.
+  void on_abort(std::function<void(const Error&)> handler) { abort_handler_ = std::move(handler); }
+  // Messages and bytes that this rank has passed to send() so far, by peer. Any thread may call.
   struct Traffic {
     uint64_t messages = 0, bytes = 0;
   };
-  virtual std::vector<Traffic> sent() = 0;
-  // How often something has gone or come. Any thread may call.
-  virtual uint64_t moved() const = 0;
-  // Leaves in good order: flushes, says bye.
+  virtual std::vector<Traffic> sent_traffic() = 0;
+  // Returns a count that grows with every message event. Any thread may call.
+  virtual uint64_t progress_count() const = 0;
+  // Leaves the group in good order: flushes, and sends kBye to all peers.
   virtual void close() = 0;
 
  protected:
-  // A question to a peer whom it waits for; the answer becomes the request's peer. Null where the
-  // peer is gone.
-  virtual RequestPtr ask(int rank) = 0;
+  // Sends the question of find_straggler() to a peer. The answer becomes the `peer` of the request.
+  // Returns null if the peer is gone.
+  virtual RequestPtr query_awaited_rank(int rank) = 0;
   const std::string& name(int rank) const { return peers_.names[static_cast<size_t>(rank)]; }
   int ranks() const { return static_cast<int>(peers_.names.size()); }
 
   Peers peers_;
-  std::function<int()> answer_;
-  std::function<void(const Error&)> aborted_;
+  std::function<int()> wait_query_handler_;
+  std::function<void(const Error&)> abort_handler_;
 };
 
 }  // namespace fsccl

@@ -35,15 +35,15 @@ void fail_usage(const std::string& what) { throw Error(Fault::kUsage, -1, what);
 
 void fail_system(const std::string& what) {
   const int code = errno;
-  std::string why = std::strerror(code);
-  rlimit most{};
-  if (code == EMFILE && getrlimit(RLIMIT_NOFILE, &most) == 0) {
-    why = "this process has all descriptors open that it may have, " +
-          std::to_string(most.rlim_cur) + " (RLIMIT_NOFILE; its hard limit is " +
-          std::to_string(most.rlim_max) + "): ulimit -n raises it, LimitNOFILE= of a service " +
-          "and --ulimit nofile= of a container the hard limit";
+  std::string reason = std::strerror(code);
+  rlimit limit{};
+  if (code == EMFILE && getrlimit(RLIMIT_NOFILE, &limit) == 0) {
+    reason = "this process has all descriptors open that it may have, " +
+             std::to_string(limit.rlim_cur) + " (RLIMIT_NOFILE; its hard limit is " +
+             std::to_string(limit.rlim_max) + "): ulimit -n raises it, LimitNOFILE= of a service " +
+             "and --ulimit nofile= of a container the hard limit";
   }
-  throw Error(Fault::kSystem, -1, what + ": " + why);
+  throw Error(Fault::kSystem, -1, what + ": " + reason);
 }
 
 std::string Deadline::text() const {

@@ -1,4 +1,4 @@
-// Names shared by the whole core: element types, reductions, errors and deadlines.
+// Types that the whole core shares: element types, reductions, operation codes, errors, deadlines.
 #pragma once
 
 #include <chrono>
@@ -16,7 +16,8 @@
 
 namespace fsccl {
 
-// Ranks that speak another version refuse each other when the group connects.
+// Version of the wire protocol and of the shared-memory layout. Ranks that run different versions
+// reject each other when the group connects.
 constexpr uint32_t kProtocolVersion = 10;
 constexpr size_t kCacheLine = 64;
 
@@ -34,7 +35,7 @@ enum class DType : uint8_t {
   kF32,
   kF64,
   kBool,
-  kOpaque,  // moved, never reduced; its size is one byte
+  kOpaque,  // moved but never reduced; one element is one byte
 };
 
 enum class RedOp : uint8_t { kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor, kPremulSum };
@@ -78,15 +79,17 @@ const char* name_of(DType t);
 const char* name_of(RedOp op);
 const char* name_of(OpCode op);
 
-// What is done to the elements. A reduction over clusters runs in two stages: the first sums
-// inside the cluster (and multiplies, for PREMUL_SUM), the last sums over clusters (and divides,
-// for AVG), so that each scaling happens once.
+// A reduction of elements. Between nodes it runs in two stages, so that each scaling happens
+// exactly once:
+//
+//   first stage  inside a node: sums, and multiplies for PREMUL_SUM
+//   last stage   over nodes: sums the partial results, and divides for AVG
 struct Reduction {
   DType dtype = DType::kF32;
   RedOp op = RedOp::kSum;
-  double factor = 1;  // PREMUL_SUM multiplies every input by it
-  int divisor = 1;    // AVG divides the sum by it: the size of the group
-  bool whole = false;  // nothing may be left out, whatever settings allow (TailSettings)
+  double factor = 1;   // PREMUL_SUM multiplies every input by this
+  int divisor = 1;     // AVG divides the sum by this: the size of the group
+  bool exact = false;  // never exclude a contribution, whatever BoundedSettings allow
 
   size_t width() const { return size_of(dtype); }
   Reduction first_stage() const {
@@ -102,15 +105,16 @@ struct Reduction {
 };
 
 enum class Fault {
-  kTimeout,   // a rank did not come in time
-  kPeerLost,  // a rank's process ended, or its connection broke
-  kAborted,   // someone asked the group to stop
+  kTimeout,   // a rank did not arrive before the deadline
+  kPeerLost,  // the process of a rank ended, or its connection broke
+  kAborted,   // the group was aborted on request
   kMismatch,  // ranks called different operations
-  kSystem,    // the operating system refused something
-  kUsage,     // an argument makes no sense
+  kSystem,    // the operating system refused a request
+  kUsage,     // an argument is invalid
 };
 
-// `rank` is the group rank at fault, or -1 when it is nobody's or unknown.
+// Exception of the core. `rank` is the group rank at fault, or -1 if no rank is at fault or it is
+// unknown.
 class Error : public std::runtime_error {
  public:
   Error(Fault kind, int at_fault, const std::string& what)
@@ -119,15 +123,18 @@ class Error : public std::runtime_error {
   int rank;
 };
 
-// After a rank's name: what has become of it.
-constexpr const char* kEnded = " ended without leaving the group";
-constexpr const char* kBroke = " ended or its connection broke";
-constexpr const char* kLeft = " has left the group";
+// Suffixes after the name of a rank in error messages. They also classify an error: the loss of a
+// process is reported to the other groups of this process (Group::report_to_other_groups).
+constexpr const char* kProcessEnded = " ended without leaving the group";
+constexpr const char* kConnectionLost = " ended or its connection broke";
+constexpr const char* kLeftGroup = " has left the group";
 
 [[noreturn]] void fail_usage(const std::string& what);
-// Appends what errno says; where no descriptor is left, with the numbers.
+// Throws Error(kSystem) with a description of errno. If the process is out of file descriptors, the
+// message gives the limits.
 [[noreturn]] void fail_system(const std::string& what);
 
+// Point in time at which a wait times out, together with the original limit for error messages.
 class Deadline {
  public:
   using Clock = std::chrono::steady_clock;
@@ -140,9 +147,9 @@ class Deadline {
     const auto left = std::chrono::duration_cast<Ms>(at_ - Clock::now());
     return left.count() > 0 ? left : Ms(0);
   }
-  // A moment earlier, with the same words.
-  Deadline earlier(Ms by) const { return Deadline(at_ - by, limit_); }
-  std::string text() const;  // "5 s", "0.25 s": the limit, for messages
+  // Returns a deadline that expires earlier but reports the same limit.
+  Deadline earlier_by(Ms amount) const { return Deadline(at_ - amount, limit_); }
+  std::string text() const;  // the limit, for messages: "5 s", "0.25 s"
 
  private:
   Deadline(Clock::time_point at, Ms limit) : at_(at), limit_(limit) {}

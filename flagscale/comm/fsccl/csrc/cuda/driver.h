@@ -1,6 +1,7 @@
-// The few functions of CUDA's driver that are used, declared here and found in it when the first of
-// them is called: building needs no CUDA and links nothing of it. Signatures are those of cuda.h
-// (CUDA 11.8 and newer): CUresult is an int, CUstream and CUevent are pointers, CUdeviceptr a number.
+// The functions of CUDA's driver that are used, declared here and looked up in the driver when the
+// first of them is called: building needs no CUDA and links nothing of it. Signatures are those of
+// cuda.h (CUDA 11.8 and newer): CUresult is an int, CUstream and CUevent are pointers, CUdeviceptr
+// a number.
 #pragma once
 
 #include <cstddef>
@@ -34,19 +35,20 @@ struct LaunchConfig {
 };
 
 constexpr int kLaunchEarly = 6;  // CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-constexpr int kLaunchEarlyVersion = 12030;  // graphs capture it since
+constexpr int kLaunchEarlyVersion = 12030;  // first version whose graphs capture it
 constexpr int kDeviceMajor = 75;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
 constexpr Result kSuccess = 0;
 constexpr Result kNotReady = 600;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kIpcLazyPeerAccess = 1;
-constexpr unsigned kHostPortableMapped = 1 | 2;  // of host memory, allocated or registered
+constexpr unsigned kHostPortableMapped = 1 | 2;  // for host memory, allocated or registered
 constexpr unsigned kStreamNonBlocking = 1;
-constexpr unsigned kWaitGreaterOrEqual = 0;  // by the signed difference
-constexpr unsigned kWriteWithBarrier = 0;    // after what came before, and its memory
+constexpr unsigned kWaitGreaterOrEqual = 0;  // compares by the signed difference
+constexpr unsigned kWriteWithBarrier = 0;    // after earlier operations and their memory accesses
 constexpr int kCaptureNone = 0;
 constexpr int kCaptureRelaxed = 2;  // this thread may call while another captures
-constexpr int kPairAtomics = 3;  // a pair's atomics are done by the hardware: not over PCIe
+// CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED: pairs with NVLink have them, over PCIe none has.
+constexpr int kNativeAtomics = 3;
 
 // X(member, symbol, parameters); all return a Result.
 #define FSCCL_CUDA_FUNCTIONS(X)                                                                    \
@@ -55,7 +57,7 @@ constexpr int kPairAtomics = 3;  // a pair's atomics are done by the hardware: n
   X(device_get, "cuDeviceGet", (int*, int))                                                        \
   X(device_uuid, "cuDeviceGetUuid_v2", (Uuid*, int))                                               \
   X(device_count, "cuDeviceGetCount", (int*))                                                      \
-  X(device_pair, "cuDeviceGetP2PAttribute", (int*, int, int, int))                                 \
+  X(device_p2p_attribute, "cuDeviceGetP2PAttribute", (int*, int, int, int))                        \
   X(context_retain, "cuDevicePrimaryCtxRetain", (void**, int))                                     \
   X(context_current, "cuCtxGetCurrent", (void**))                                                  \
   X(context_set, "cuCtxSetCurrent", (void*))                                                       \
@@ -79,8 +81,8 @@ constexpr int kPairAtomics = 3;  // a pair's atomics are done by the hardware: n
   X(stream_synchronize, "cuStreamSynchronize", (void*))                                            \
   X(stream_query, "cuStreamQuery", (void*))                                                        \
   X(stream_capturing, "cuStreamIsCapturing", (void*, int*))                                        \
-  X(stream_write, "cuStreamWriteValue32_v2", (void*, DevicePointer, uint32_t, unsigned))           \
-  X(stream_await, "cuStreamWaitValue32_v2", (void*, DevicePointer, uint32_t, unsigned))            \
+  X(stream_write_value, "cuStreamWriteValue32_v2", (void*, DevicePointer, uint32_t, unsigned))     \
+  X(stream_wait_value, "cuStreamWaitValue32_v2", (void*, DevicePointer, uint32_t, unsigned))       \
   X(capture_mode, "cuThreadExchangeStreamCaptureMode", (int*))                                     \
   X(stream_wait, "cuStreamWaitEvent", (void*, void*, unsigned))                                    \
   X(event_create, "cuEventCreate", (void**, unsigned))                                             \
@@ -92,9 +94,9 @@ struct Driver {
 #undef FSCCL_MEMBER
 };
 
-// Throws Error(kSystem) where there is no driver, or one without these functions.
+// Throws Error(kSystem) if there is no driver, or one without these functions.
 const Driver& driver();
-// Throws Error(kSystem), with the driver's words, unless the call went well.
+// Throws Error(kSystem) with the driver's description, unless the call succeeded.
 void check(Result result, const char* what);
 
 }  // namespace cuda

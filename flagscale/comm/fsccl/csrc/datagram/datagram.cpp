@@ -1,8 +1,8 @@
-// The whole of this directory, as core.cpp is of the core, of which it is a part. Names in anonymous
-// namespaces are unique over all files.
+// All sources of this directory, as a part of core.cpp. Names in anonymous namespaces are unique
+// across all files of the core.
 #include "endpoint.cpp"
-#include "group_tail.cpp"
+#include "group_bounded_all_reduce.cpp"
 #include "session.cpp"
 #include "socket.cpp"
-#include "tail.cpp"
+#include "bounded_all_reduce.cpp"
 #include "transfer.cpp"

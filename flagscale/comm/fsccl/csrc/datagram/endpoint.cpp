@@ -10,29 +10,30 @@
 namespace fsccl::datagram {
 namespace {
 
-void wake_up(int fd) {
-  const uint64_t one = 1;
-  static_cast<void>(!write(fd, &one, sizeof one));  // where it is full it is awake
+void signal_event(int fd) {
+  const uint64_t increment = 1;
+  // EAGAIN means that it is signalled already
+  static_cast<void>(!write(fd, &increment, sizeof increment));
 }
 
 }  // namespace
 
-Endpoint::Endpoint(const Circle& circle, std::vector<int> members, std::unique_ptr<Socket> socket,
+Endpoint::Endpoint(const Rail& rail, std::vector<int> members, std::unique_ptr<Socket> socket,
                    size_t payload, Transport& transport)
-    : circle_(circle),
+    : rail_(rail),
       members_(std::move(members)),
       transport_(transport),
       socket_(std::move(socket)),
-      wake_(std::make_shared<Fd>(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))),
-      session_(circle, payload, Limits(), *this),
+      wake_fd_(std::make_shared<Fd>(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))),
+      session_(rail, payload, ProtocolLimits(), *this),
       peers_(members_.size()) {
-  if (wake_->get() < 0) fail_system("cannot make an event");
+  if (wake_fd_->get() < 0) fail_system("cannot make an event");
   const std::lock_guard<std::mutex> hold(mutex_);
-  for (int r = 0; r < circle_.ranks; ++r) {
-    if (r != circle_.rank) peer(r).notice = receive(r, kNoticeTag, sizeof(Notice));
+  for (int r = 0; r < rail_.ranks; ++r) {
+    if (r != rail_.rank) peer(r).notice = post_receive(r, kNoticeTag, sizeof(Notice));
   }
   try {
-    thread_ = std::thread([this] { work(); });
+    thread_ = std::thread([this] { run_thread(); });
   } catch (const std::system_error&) {
     fail_system("cannot start a thread");
   }
@@ -40,23 +41,24 @@ Endpoint::Endpoint(const Circle& circle, std::vector<int> members, std::unique_p
 
 Endpoint::~Endpoint() { stop(); }
 
-const Outcome& Endpoint::run(const Job& job, const std::function<void(int)>& watch) {
+const Outcome& Endpoint::run(const AllReduceJob& job, const std::function<void(int)>& poll) {
   std::unique_lock<std::mutex> hold(mutex_);
-  if (trouble_) throw Error(*trouble_);
+  if (error_) throw Error(*error_);
   session_.start(job, now());
   socket_->flush();
-  wake_up(wake_->get());
+  signal_event(wake_fd_->get());
   try {
-    while (!session_.done()) {
-      const bool woken = done_.wait_for(hold, std::chrono::milliseconds(100),
-                                        [this] { return session_.done() || trouble_; });
-      if (session_.done()) break;
-      if (trouble_) throw Error(*trouble_);
-      if (woken) continue;
-      const int awaited = session_.awaited();
-      const int whom = awaited < 0 ? -1 : members_[static_cast<size_t>(awaited)];
+    while (!session_.is_done()) {
+      const bool signalled = done_.wait_for(hold, std::chrono::milliseconds(100),
+                                            [this] { return session_.is_done() || error_; });
+      if (session_.is_done()) break;
+      if (error_) throw Error(*error_);
+      if (signalled) continue;
+      const int awaited_rank = session_.awaited_rank();
+      const int awaited_member =
+          awaited_rank < 0 ? -1 : members_[static_cast<size_t>(awaited_rank)];
       hold.unlock();
-      watch(whom);
+      poll(awaited_member);
       hold.lock();
     }
   } catch (const Error&) {
@@ -67,11 +69,11 @@ const Outcome& Endpoint::run(const Job& job, const std::function<void(int)>& wat
   return session_.outcome();
 }
 
-Counters Endpoint::counters() {
+EndpointCounters Endpoint::counters() {
   const std::lock_guard<std::mutex> hold(mutex_);
   uint64_t sent_bytes = 0;
-  for (const Peer& p : peers_) sent_bytes += p.sent.bytes;
-  return {session_.dropped(), sent_bytes, socket_->kernel_drops(), socket_->refused()};
+  for (const Peer& peer_state : peers_) sent_bytes += peer_state.sent.bytes;
+  return {session_.drop_counters(), sent_bytes, socket_->kernel_drops(), socket_->refused()};
 }
 
 std::map<int, Transport::Traffic> Endpoint::sent() {
@@ -93,115 +95,118 @@ void Endpoint::stop() {
     const std::lock_guard<std::mutex> hold(mutex_);
     if (stop_) return;
     stop_ = true;
-    session_.last_words([this](int r, const std::vector<std::byte>& record) {
-      if (!peer(r).gone) tell_record(r, record);
+    session_.each_peer_without_record([this](int r, const std::vector<std::byte>& record) {
+      if (!peer(r).loss) send_record(r, record);
     });
     session_.cancel();
   }
-  wake_up(wake_->get());
+  signal_event(wake_fd_->get());
   thread_.join();
 }
 
-void Endpoint::work() {
+void Endpoint::run_thread() {
   begin_thread("fsccl-tail");
   std::unique_lock<std::mutex> hold(mutex_);
   while (!stop_) {
-    Time at = now(), next = at + std::chrono::seconds(1);
+    Time time = now(), next_step = time + std::chrono::seconds(1);
     try {
-      next = session_.step(at);
+      next_step = session_.step(time);
       socket_->flush();
-      take_messages();
-      look_for_gone();
-    } catch (const Error& why) {
-      trouble_ = why;
+      handle_messages();
+      check_lost_peers();
+    } catch (const Error& error) {
+      error_ = error;
       session_.cancel();
     }
-    if (session_.done() || trouble_) done_.notify_all();
-    // While there is something to send, what has come is looked at when it is time to send more.
+    if (session_.is_done() || error_) done_.notify_all();
+    // While there is data to send, received packets are handled when it is time to send again.
     const bool reading = !session_.sending();
     hold.unlock();
-    socket_->wait(wake_->get(), next - now(), reading);
+    socket_->wait(wake_fd_->get(), next_step - now(), reading);
     hold.lock();
-    uint64_t woken = 0;
-    static_cast<void>(!read(wake_->get(), &woken, sizeof woken));
-    at = now();
+    uint64_t signalled = 0;
+    static_cast<void>(!read(wake_fd_->get(), &signalled, sizeof signalled));
+    time = now();
     const auto take = [&](int from, const std::byte* packet, size_t bytes) {
-      session_.on_packet(from, packet, bytes, at);
+      session_.on_packet(from, packet, bytes, time);
     };
     for (int batch = 0; batch < 4 && socket_->receive(take); ++batch) continue;
   }
 }
 
-// Who asks has a place for the answer first.
-void Endpoint::tell(int to, const Notice& notice) {
-  Peer& p = peer(to);
-  if (notice.kind == Notice::kAsk && !p.record.request) {
-    p.record = receive(to, kRecordTag, session_.record_bytes());
+// The receive for the answer is posted before the question is sent.
+void Endpoint::send_notice(int to, const Notice& notice) {
+  Peer& peer_state = peer(to);
+  if (notice.kind == Notice::kAsk && !peer_state.record.request) {
+    peer_state.record = post_receive(to, kRecordTag, session_.record_bytes());
   }
-  post(to, kNoticeTag, &notice, sizeof notice);
+  send_message(to, kNoticeTag, &notice, sizeof notice);
 }
 
-void Endpoint::tell_record(int to, const std::vector<std::byte>& record) {
-  post(to, kRecordTag, record.data(), record.size());
+void Endpoint::send_record(int to, const std::vector<std::byte>& record) {
+  send_message(to, kRecordTag, record.data(), record.size());
 }
 
-void Endpoint::post(int to, uint64_t tag, const void* data, size_t bytes) {
-  sends_.remove_if([](const Post& p) { return p.request->finished(); });
+void Endpoint::send_message(int to, uint64_t tag, const void* data, size_t bytes) {
+  sends_.remove_if([](const PendingMessage& pending) { return pending.request->finished(); });
   const auto* const from = static_cast<const std::byte*>(data);
-  Post out{nullptr, std::make_shared<std::vector<std::byte>>(from, from + bytes)};
+  PendingMessage out{nullptr, std::make_shared<std::vector<std::byte>>(from, from + bytes)};
   out.request = transport_.send(members_[static_cast<size_t>(to)], tag,
                                 BufferList(out.memory->data(), bytes));
   sends_.push_back(std::move(out));
 }
 
-Endpoint::Post Endpoint::receive(int from, uint64_t tag, size_t bytes) {
-  Post in{nullptr, std::make_shared<std::vector<std::byte>>(bytes)};
+Endpoint::PendingMessage Endpoint::post_receive(int from, uint64_t tag, size_t bytes) {
+  PendingMessage in{nullptr, std::make_shared<std::vector<std::byte>>(bytes)};
   in.request = transport_.recv(members_[static_cast<size_t>(from)], tag,
                                BufferList(in.memory->data(), bytes));
-  // Whoever holds the memory as long as the request may be written to: also when this end is gone.
-  transport_.notify(in.request, [wake = wake_, memory = in.memory] { wake_up(wake->get()); });
+  // The callback keeps the memory alive as long as the request may write to it, even if this
+  // endpoint is gone.
+  transport_.notify(in.request,
+                    [wake = wake_fd_, memory = in.memory] { signal_event(wake->get()); });
   return in;
 }
 
-void Endpoint::take_messages() {
-  for (int r = 0; r < circle_.ranks; ++r) {
-    Peer& p = peer(r);
-    while (p.notice.request && p.notice.request->finished()) {
-      if (p.notice.request->failed()) {
-        p.gone = *p.notice.request->error;
-        p.notice = {};
+void Endpoint::handle_messages() {
+  for (int r = 0; r < rail_.ranks; ++r) {
+    Peer& peer_state = peer(r);
+    while (peer_state.notice.request && peer_state.notice.request->finished()) {
+      if (peer_state.notice.request->failed()) {
+        peer_state.loss = *peer_state.notice.request->error;
+        peer_state.notice = {};
         break;
       }
       Notice notice;
-      std::memcpy(&notice, p.notice.memory->data(), sizeof notice);
-      p.notice = receive(r, kNoticeTag, sizeof notice);
+      std::memcpy(&notice, peer_state.notice.memory->data(), sizeof notice);
+      peer_state.notice = post_receive(r, kNoticeTag, sizeof notice);
       session_.on_notice(r, notice, now());
     }
-    if (!p.record.request || !p.record.request->finished()) continue;
-    const Post come = std::exchange(p.record, {});
-    if (!come.request->failed()) {
-      session_.on_record(r, *come.memory, now());
+    if (!peer_state.record.request || !peer_state.record.request->finished()) continue;
+    const PendingMessage record = std::exchange(peer_state.record, {});
+    if (!record.request->failed()) {
+      session_.on_record(r, *record.memory, now());
     } else if (session_.awaits(r)) {
-      trouble_ = *come.request->error;
+      error_ = *record.request->error;
     }
   }
-  if (session_.unlike() >= 0 && !trouble_) {
-    const int who = members_[static_cast<size_t>(session_.unlike())];
-    trouble_.emplace(Fault::kMismatch, who,
-                     "rank " + std::to_string(who) + " of the group called another all_reduce, of "
-                     "other elements or so many, than this rank");
+  if (session_.mismatched_rank() >= 0 && !error_) {
+    const int member = members_[static_cast<size_t>(session_.mismatched_rank())];
+    error_.emplace(Fault::kMismatch, member,
+                   "rank " + std::to_string(member) +
+                       " of the group called another all_reduce, of "
+                       "other elements or so many, than this rank");
   }
 }
 
-// A rank that has left may have said what is needed of it before.
-void Endpoint::look_for_gone() {
-  for (int r = 0; r < circle_.ranks; ++r) {
-    Peer& p = peer(r);
-    if (!p.gone || trouble_ || !session_.awaits(r)) continue;
-    if (!session_.agreeing()) {
-      trouble_ = *p.gone;
-    } else if (!p.record.request) {
-      p.record = receive(r, kRecordTag, session_.record_bytes());
+// A rank that has left may have sent all that is needed of it before.
+void Endpoint::check_lost_peers() {
+  for (int r = 0; r < rail_.ranks; ++r) {
+    Peer& peer_state = peer(r);
+    if (!peer_state.loss || error_ || !session_.awaits(r)) continue;
+    if (!session_.is_agreeing()) {
+      error_ = *peer_state.loss;
+    } else if (!peer_state.record.request) {
+      peer_state.record = post_receive(r, kRecordTag, session_.record_bytes());
     }
   }
 }

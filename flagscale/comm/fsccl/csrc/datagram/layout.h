@@ -1,5 +1,5 @@
-// How a bucket is cut: into pieces, each the payload of one packet, and into shards of whole pieces,
-// one a rank, which is its owner.
+// Division of a bucket into pieces, each the payload of one packet, and into shards of whole
+// pieces, one per rank, which is the owner of the shard.
 #pragma once
 
 #include <cstddef>
@@ -10,34 +10,37 @@
 
 namespace fsccl::datagram {
 
-struct Layout {
-  static constexpr size_t kGrain = 16;  // whole elements of every type
+// Offsets and sizes of pieces and shards of one bucket.
+struct BucketLayout {
+  static constexpr size_t kGrain = 16;  // bytes; whole elements of every type
 
   size_t bytes = 0;
-  size_t piece = kGrain;  // bytes, a multiple of kGrain
+  size_t piece_bytes = kGrain;  // a multiple of kGrain
   int ranks = 1;
 
-  size_t pieces() const { return ceil_div(bytes, piece); }
+  size_t pieces() const { return ceil_div(bytes, piece_bytes); }
   Interval shard(int rank) const {
     return cut(pieces(), static_cast<size_t>(ranks), static_cast<size_t>(rank));
   }
-  Interval span(size_t p) const { return {p * piece, std::min(bytes, (p + 1) * piece)}; }
-  // The piece that lies at an offset and is so long; pieces() if none is.
-  size_t at(uint64_t offset, size_t length) const {
-    const size_t p = static_cast<size_t>(offset / piece);
-    if (offset >= bytes || offset % piece != 0 || span(p).size() != length) return pieces();
+  Interval span(size_t p) const {
+    return {p * piece_bytes, std::min(bytes, (p + 1) * piece_bytes)};
+  }
+  // Returns the piece at a byte offset with this length; pieces() if there is none.
+  size_t piece_at(uint64_t offset, size_t length) const {
+    const size_t p = static_cast<size_t>(offset / piece_bytes);
+    if (offset >= bytes || offset % piece_bytes != 0 || span(p).size() != length) return pieces();
     return p;
   }
 };
 
-// A bit a piece, as it goes over the wire.
-class Bits {
+// One bit per piece, in the format of the wire.
+class Bitmap {
  public:
-  explicit Bits(size_t size = 0) : size_(size), bytes_(ceil_div<size_t>(size, 8)) {}
+  explicit Bitmap(size_t size = 0) : size_(size), bytes_(ceil_div<size_t>(size, 8)) {}
 
   size_t size() const { return size_; }
   bool test(size_t i) const { return (bytes_[i / 8] >> (i % 8) & 1) != 0; }
-  // Whether it was not set before.
+  // Returns whether the bit was clear before.
   bool set(size_t i) {
     if (test(i)) return false;
     bytes_[i / 8] = static_cast<uint8_t>(bytes_[i / 8] | 1U << (i % 8));

@@ -6,102 +6,104 @@ namespace fsccl::datagram {
 
 double Outcome::lost_share() const {
   double lost = 0, expected = 0;
-  for (const Report& r : reports) lost += r.lost, expected += r.expected;
+  for (const RankReport& r : reports) lost += r.lost, expected += r.expected;
   return expected > 0 ? lost / expected : 0;
 }
 
 uint64_t Outcome::overruns() const {
-  uint64_t all = 0;
-  for (const Report& r : reports) all += r.overruns;
-  return all;
+  uint64_t total = 0;
+  for (const RankReport& r : reports) total += r.overruns;
+  return total;
 }
 
-Session::Session(const Circle& circle, size_t payload, const Limits& limits, Network& net)
-    : circle_(circle),
+Session::Session(const Rail& rail, size_t payload, const ProtocolLimits& limits, Network& network)
+    : rail_(rail),
       limits_(limits),
-      everyone_(circle.ranks == kMostRanks ? ~uint64_t{0} : bit(circle.ranks) - 1),
-      net_(net),
-      transfer_(circle, payload, limits),
-      peers_(static_cast<size_t>(circle.ranks)) {
-  if (circle.ranks < 2 || circle.ranks > kMostRanks) {
-    fail_usage("2 to 64 ranks reduce by datagrams, not " + std::to_string(circle.ranks));
+      all_ranks_mask_(rail.ranks == kMaxRanks ? ~uint64_t{0} : bit(rail.ranks) - 1),
+      network_(network),
+      transfer_(rail, payload, limits),
+      peers_(static_cast<size_t>(rail.ranks)) {
+  if (rail.ranks < 2 || rail.ranks > kMaxRanks) {
+    fail_usage("2 to 64 ranks reduce by datagrams, not " + std::to_string(rail.ranks));
   }
 }
 
-void Session::advance(Time now) {
-  if (started_ && now > last_) clock_ += std::min(now - last_, limits_.longest_step);
-  started_ = true;
-  last_ = now;
+void Session::advance_clock(Time now) {
+  if (clock_started_ && now > last_time_)
+    clock_ += std::min(now - last_time_, limits_.longest_step);
+  clock_started_ = true;
+  last_time_ = now;
 }
 
-void Session::start(const Job& job, Time now) {
+void Session::start(const AllReduceJob& job, Time now) {
   if (state_ == State::kCancelled) return;
-  advance(now);
+  advance_clock(now);
   ++operation_;
   digest_ = job.digest;
-  overruns_ = net_.overruns();
-  transfer_.begin(job, operation_, clock_);
+  overruns_ = network_.overruns();
+  transfer_.begin_leading(job, operation_, clock_);
   state_ = State::kReady;
-  began_ = clock_;
-  again_ = clock_ + limits_.resend;
-  reliable_ = clock_ + limits_.patience;
-  turned_ = false;
+  state_start_ = clock_;
+  next_resend_ = clock_ + limits_.resend;
+  reliable_fallback_at_ = clock_ + limits_.patience;
+  reliable_used_ = false;
   own_record(operation_).clear();
-  others([&](int r) {
+  each_peer([&](int r) {
     Peer& p = peer(r);
-    p.asked = p.has_mine = false;
-    p.answered = clock_ - limits_.resend;
+    p.record_requested = p.has_own_record = false;
+    p.last_answer = clock_ - limits_.resend;
     p.record.assign(record_bytes(), std::byte{0});
-    p.fragments = Bits(ceil_div(record_bytes(), kFragment));
-    if (p.ready == operation_) compare(r, p.digest);
-    say_ready(r);
-    if (p.owed == operation_) net_.tell(r, {Notice::kReady, 0, operation_});
+    p.fragments = Bitmap(ceil_div(record_bytes(), kFragmentBytes));
+    if (p.ready_operation == operation_) check_digest(r, p.digest);
+    send_ready(r);
+    if (p.ready_notice_owed == operation_) network_.send_notice(r, {Notice::kReady, 0, operation_});
   });
-  take_early();
+  replay_early();
 }
 
 uint64_t Session::ready_mask() const {
   uint64_t mask = 0;
-  for (int r = 0; r < circle_.ranks; ++r) {
-    if (r != circle_.rank && peer(r).ready >= operation_) mask |= bit(r);
+  for (int r = 0; r < rail_.ranks; ++r) {
+    if (r != rail_.rank && peer(r).ready_operation >= operation_) mask |= bit(r);
   }
   return mask;
 }
 
 uint64_t Session::known_mask() const {
   uint64_t mask = 0;
-  for (int r = 0; r < circle_.ranks; ++r) {
-    if (r != circle_.rank && peer(r).fragments.all()) mask |= bit(r);
+  for (int r = 0; r < rail_.ranks; ++r) {
+    if (r != rail_.rank && peer(r).fragments.all()) mask |= bit(r);
   }
   return mask;
 }
 
 void Session::on_packet(int from, const std::byte* packet, size_t bytes, Time now) {
   if (state_ == State::kCancelled) return;
-  advance(now);
-  const std::optional<Packet> p = open(circle_, from, packet, bytes, operation_, &dropped_);
+  advance_clock(now);
+  const std::optional<Packet> p =
+      verify_packet(rail_, from, packet, bytes, operation_, &drop_counters_);
   if (!p) return;
-  if (p->kind == Kind::kReady) return on_ready(from, *p);
+  if (p->kind == PacketKind::kReady) return on_ready(from, *p);
   if (p->operation == operation_ && state_ != State::kIdle) {
-    return p->kind == Kind::kRecord ? on_fragment(from, *p) : on_data(*p);
+    return p->kind == PacketKind::kRecord ? on_fragment(from, *p) : on_data(*p);
   }
-  if (p->kind == Kind::kRecord) return answer_behind(from, *p);
-  if (p->kind == Kind::kPart && p->operation == operation_ + 1) return keep_early(*p);
-  ++dropped_.late;
+  if (p->kind == PacketKind::kRecord) return answer_previous(from, *p);
+  if (p->kind == PacketKind::kPart && p->operation == operation_ + 1) return buffer_early(*p);
+  ++drop_counters_.late;
 }
 
-void Session::keep_early(const Packet& p) {
+void Session::buffer_early(const Packet& p) {
   Peer& from = peer(p.sender);
-  if (from.early_bytes + p.length > Transfer::kMostLead) {
-    ++dropped_.late;
+  if (from.early_bytes + p.length > Transfer::kMaxLeadBytes) {
+    ++drop_counters_.late;
     return;
   }
   from.early_bytes += p.length;
   from.early.emplace_back(p, Bytes(p.payload, p.payload + p.length));
 }
 
-void Session::take_early() {
-  others([&](int r) {
+void Session::replay_early() {
+  each_peer([&](int r) {
     for (auto& [p, payload] : peer(r).early) {
       p.payload = payload.data();
       on_data(p);
@@ -113,237 +115,242 @@ void Session::take_early() {
 
 void Session::on_ready(int from, const Packet& p) {
   uint64_t digest = 0;
-  if (p.operation > operation_ + 1 || p.length != sizeof digest) {  // nobody can be there
-    ++dropped_.malformed;
+  if (p.operation > operation_ + 1 || p.length != sizeof digest) {  // no rank can have begun it
+    ++drop_counters_.malformed;
     return;
   }
   if (p.operation < operation_) {
-    ++dropped_.late;
+    ++drop_counters_.late;
     return;
   }
   std::memcpy(&digest, p.payload, sizeof digest);
   Peer& sender = peer(from);
-  const bool news = p.operation > sender.ready || sender.digest == 0;
-  if (news && p.operation >= sender.ready) sender.digest = digest;
-  sender.ready = std::max(sender.ready, p.operation);
+  const bool is_new = p.operation > sender.ready_operation || sender.digest == 0;
+  if (is_new && p.operation >= sender.ready_operation) sender.digest = digest;
+  sender.ready_operation = std::max(sender.ready_operation, p.operation);
   if (p.operation != operation_ || state_ == State::kIdle) return;
-  compare(from, digest);
-  const bool asks = (p.word & bit(circle_.rank)) == 0;  // it has not heard that this rank is
-  if (asks) say_ready(from);
+  check_digest(from, digest);
+  // The sender does not know yet that this rank is ready.
+  const bool needs_ready = (p.word & bit(rail_.rank)) == 0;
+  if (needs_ready) send_ready(from);
 }
 
-void Session::compare(int rank, uint64_t digest) {
-  if (digest != 0 && digest != digest_ && unlike_ < 0) unlike_ = rank;
+void Session::check_digest(int rank, uint64_t digest) {
+  if (digest != 0 && digest != digest_ && mismatched_rank_ < 0) mismatched_rank_ = rank;
 }
 
 void Session::on_data(const Packet& p) {
   Peer& from = peer(p.sender);
-  if (from.ready < operation_) from.digest = 0;
-  from.ready = std::max(from.ready, operation_);
-  if (state_ == State::kReady && !p.leads()) all_are_ready();
-  const bool wants = p.kind == Kind::kWantParts || p.kind == Kind::kWantSums;
-  // After the record a sum that comes is not in it; a part may be of use to others yet.
-  const bool late = state_ == State::kDone || (state_ == State::kAgreeing && !wants);
-  if (late) {
-    ++dropped_.late;
+  if (from.ready_operation < operation_) from.digest = 0;
+  from.ready_operation = std::max(from.ready_operation, operation_);
+  if (state_ == State::kReady && !p.is_leading()) mark_all_ready();
+  const bool is_request = p.kind == PacketKind::kRequestParts || p.kind == PacketKind::kRequestSums;
+  // A sum that arrives after the record is not in it; a part may still be of use to other ranks.
+  const bool is_late = state_ == State::kDone || (state_ == State::kAgreeing && !is_request);
+  if (is_late) {
+    ++drop_counters_.late;
     return;
   }
-  transfer_.take(p, clock_, &dropped_);
+  transfer_.handle_packet(p, clock_, &drop_counters_);
 }
 
-void Session::say_ready(int to) {
-  Header h;
-  h.kind = Kind::kReady;
-  h.operation = operation_;
-  h.length = sizeof digest_;
-  std::byte* const made = net_.place(head_of(h.kind) + sizeof digest_);
-  std::memcpy(made + head_of(h.kind), &digest_, sizeof digest_);
-  net_.send(to, seal(circle_, to, h, ready_mask(), made));
+void Session::send_ready(int to) {
+  PacketHeader header;
+  header.kind = PacketKind::kReady;
+  header.operation = operation_;
+  header.length = sizeof digest_;
+  std::byte* const buffer = network_.reserve(header_bytes(header.kind) + sizeof digest_);
+  std::memcpy(buffer + header_bytes(header.kind), &digest_, sizeof digest_);
+  network_.send(to, sign_packet(rail_, to, header, ready_mask(), buffer));
 }
 
-void Session::all_are_ready() {
-  others([&](int r) { peer(r).ready = std::max(peer(r).ready, operation_); });
-  go();
+void Session::mark_all_ready() {
+  each_peer(
+      [&](int r) { peer(r).ready_operation = std::max(peer(r).ready_operation, operation_); });
+  start_moving();
 }
 
-void Session::go() {
-  outcome_.waited = clock_ - began_;
+void Session::start_moving() {
+  outcome_.ready_wait = clock_ - state_start_;
   state_ = State::kMoving;
-  began_ = clock_;
-  transfer_.go(clock_);
+  state_start_ = clock_;
+  transfer_.start(clock_);
 }
 
 void Session::wait_for_ready() {
   const uint64_t mask = ready_mask();
-  if (all(mask)) return go();
-  if (clock_ >= again_) {
-    // A rank that computes for long is not asked at full pace.
-    again_ = clock_ + std::clamp((clock_ - began_) / 8, limits_.resend, 5 * limits_.resend);
-    others([&](int r) {
-      if ((mask & bit(r)) == 0) say_ready(r);
+  if (is_complete(mask)) return start_moving();
+  if (clock_ >= next_resend_) {
+    // Ask a rank that computes for a long time less often.
+    next_resend_ =
+        clock_ + std::clamp((clock_ - state_start_) / 8, limits_.resend, 5 * limits_.resend);
+    each_peer([&](int r) {
+      if ((mask & bit(r)) == 0) send_ready(r);
     });
   }
-  if (turned_ || clock_ < reliable_) return;
-  turned_ = true;
-  others([&](int r) {
-    if ((mask & bit(r)) == 0) net_.tell(r, {Notice::kReady, 1, operation_});
+  if (reliable_used_ || clock_ < reliable_fallback_at_) return;
+  reliable_used_ = true;
+  each_peer([&](int r) {
+    if ((mask & bit(r)) == 0) network_.send_notice(r, {Notice::kReady, 1, operation_});
   });
 }
 
 Time Session::step(Time now) {
   if (state_ == State::kCancelled) return now + std::chrono::seconds(1);
-  advance(now);
+  advance_clock(now);
   if (state_ == State::kReady) wait_for_ready();
   if (state_ == State::kMoving) {
-    transfer_.look(clock_, net_);
-    if (transfer_.over(clock_)) finish_record();
+    transfer_.check_deadlines(clock_, network_);
+    if (transfer_.is_finished(clock_)) finish_record();
   }
   if (state_ == State::kIdle || state_ == State::kDone) return now + std::chrono::seconds(1);
-  transfer_.pump(clock_, net_);
-  if (state_ == State::kAgreeing) agree();
+  transfer_.send_due(clock_, network_);
+  if (state_ == State::kAgreeing) exchange_records();
   if (state_ == State::kDone) return now + std::chrono::seconds(1);
   if (state_ == State::kReady) {
-    return now + std::max(std::min(again_, transfer_.next(clock_)) - clock_, Time(0));
+    return now +
+           std::max(std::min(next_resend_, transfer_.next_send_time(clock_)) - clock_, Time(0));
   }
-  const Time soon = clock_ + limits_.reorder;
-  return now + (std::min(soon, transfer_.next(clock_)) - clock_);
+  const Time reorder_check = clock_ + limits_.reorder;
+  return now + (std::min(reorder_check, transfer_.next_send_time(clock_)) - clock_);
 }
 
 void Session::finish_record() {
-  Report report = transfer_.report(clock_);
-  report.overruns = net_.overruns() - overruns_;
+  RankReport report = transfer_.report(clock_);
+  report.overruns = network_.overruns() - overruns_;
   Bytes& record = own_record(operation_);
-  const RecordHead head{operation_, digest_, report};
+  const RecordHeader head{operation_, digest_, report};
   record.resize(record_bytes());
   std::memcpy(record.data(), &head, sizeof head);
-  const std::vector<uint8_t>& bits = transfer_.have().bytes();
+  const std::vector<uint8_t>& bits = transfer_.received_pieces().bytes();
   std::memcpy(record.data() + sizeof head, bits.data(), bits.size());
   state_ = State::kAgreeing;
-  began_ = again_ = clock_;
-  reliable_ = clock_ + limits_.patience;
-  turned_ = false;
-  others([&](int r) {
-    if (peer(r).asked) net_.tell_record(r, record);
+  state_start_ = next_resend_ = clock_;
+  reliable_fallback_at_ = clock_ + limits_.patience;
+  reliable_used_ = false;
+  each_peer([&](int r) {
+    if (peer(r).record_requested) network_.send_record(r, record);
   });
 }
 
-void Session::agree() {
-  // At once the first time: the last one to come here has all records, and nobody has its own.
-  if (clock_ >= again_) {
-    again_ = clock_ + limits_.resend;
-    others([&](int r) {
-      if (!peer(r).has_mine || !peer(r).fragments.all()) {
-        say_record(r, operation_, own_record(operation_));
+void Session::exchange_records() {
+  // The first time at once: the last rank to get here has all records, and no rank has its record.
+  if (clock_ >= next_resend_) {
+    next_resend_ = clock_ + limits_.resend;
+    each_peer([&](int r) {
+      if (!peer(r).has_own_record || !peer(r).fragments.all()) {
+        send_fragments(r, operation_, own_record(operation_));
       }
     });
   }
-  if (all(known_mask())) return conclude();
-  if (turned_ || clock_ < reliable_) return;
-  turned_ = true;
-  others([&](int r) {
-    if (!peer(r).fragments.all()) net_.tell(r, {Notice::kAsk, 0, operation_});
+  if (is_complete(known_mask())) return compute_outcome();
+  if (reliable_used_ || clock_ < reliable_fallback_at_) return;
+  reliable_used_ = true;
+  each_peer([&](int r) {
+    if (!peer(r).fragments.all()) network_.send_notice(r, {Notice::kAsk, 0, operation_});
   });
 }
 
-void Session::say_record(int to, uint64_t operation, const Bytes& record) {
-  for (size_t at = 0; at < record.size(); at += kFragment) {
-    Header h;
-    h.kind = Kind::kRecord;
-    h.operation = operation;
-    h.place = static_cast<uint32_t>(at);
-    h.length = static_cast<uint16_t>(std::min(kFragment, record.size() - at));
-    std::byte* const made = net_.place(head_of(h.kind) + kFragment);
-    std::memcpy(made + head_of(h.kind), record.data() + at, h.length);
-    // Of an earlier operation it has all.
-    const uint64_t known = operation == operation_ ? known_mask() : everyone_;
-    net_.send(to, seal(circle_, to, h, known, made));
+void Session::send_fragments(int to, uint64_t operation, const Bytes& record) {
+  for (size_t at = 0; at < record.size(); at += kFragmentBytes) {
+    PacketHeader header;
+    header.kind = PacketKind::kRecord;
+    header.operation = operation;
+    header.position = static_cast<uint32_t>(at);
+    header.length = static_cast<uint16_t>(std::min(kFragmentBytes, record.size() - at));
+    std::byte* const buffer = network_.reserve(header_bytes(header.kind) + kFragmentBytes);
+    std::memcpy(buffer + header_bytes(header.kind), record.data() + at, header.length);
+    // A rank that lacks a record of an earlier operation has all others.
+    const uint64_t known = operation == operation_ ? known_mask() : all_ranks_mask_;
+    network_.send(to, sign_packet(rail_, to, header, known, buffer));
   }
 }
 
-void Session::on_fragment(int from, const Packet& h) {
+void Session::on_fragment(int from, const Packet& packet) {
   Peer& p = peer(from);
-  const size_t at = h.place / kFragment;
-  if (h.place % kFragment != 0 || h.place >= p.record.size() ||
-      h.length != std::min<size_t>(kFragment, p.record.size() - at * kFragment)) {
-    ++dropped_.malformed;
+  const size_t at = packet.position / kFragmentBytes;
+  if (packet.position % kFragmentBytes != 0 || packet.position >= p.record.size() ||
+      packet.length != std::min<size_t>(kFragmentBytes, p.record.size() - at * kFragmentBytes)) {
+    ++drop_counters_.malformed;
     return;
   }
-  // All that is sent after the first data says that all are ready.
-  if (state_ == State::kReady) all_are_ready();
+  // Every packet after the first data announces that all are ready.
+  if (state_ == State::kReady) mark_all_ready();
   if (p.fragments.set(at)) {
-    std::copy(h.payload, h.payload + h.length, p.record.data() + h.place);
+    std::copy(packet.payload, packet.payload + packet.length, p.record.data() + packet.position);
   } else {
-    ++dropped_.repeated;
+    ++drop_counters_.repeated;
   }
-  const bool has_mine = (h.word & bit(circle_.rank)) != 0;
-  p.has_mine = p.has_mine || has_mine;
-  const bool final = state_ == State::kAgreeing || state_ == State::kDone;
-  if (!final || has_mine || clock_ < p.answered + limits_.resend / 2) return;
-  p.answered = clock_;
-  say_record(from, operation_, own_record(operation_));
+  const bool has_own_record = (packet.word & bit(rail_.rank)) != 0;
+  p.has_own_record = p.has_own_record || has_own_record;
+  const bool record_is_final = state_ == State::kAgreeing || state_ == State::kDone;
+  if (!record_is_final || has_own_record || clock_ < p.last_answer + limits_.resend / 2) return;
+  p.last_answer = clock_;
+  send_fragments(from, operation_, own_record(operation_));
 }
 
-// A rank that is still at the operation before this one lacks a record of it.
-void Session::answer_behind(int from, const Packet& h) {
-  const bool before = h.operation + 1 == operation_;
-  const bool has_mine = (h.word & bit(circle_.rank)) != 0;
+// A rank that is still in the previous operation lacks a record of it.
+void Session::answer_previous(int from, const Packet& packet) {
+  const bool is_previous = packet.operation + 1 == operation_;
+  const bool has_own_record = (packet.word & bit(rail_.rank)) != 0;
   Peer& p = peer(from);
-  if (!before || has_mine || clock_ < p.answered + limits_.resend / 2) {
-    ++dropped_.late;
+  if (!is_previous || has_own_record || clock_ < p.last_answer + limits_.resend / 2) {
+    ++drop_counters_.late;
     return;
   }
-  p.answered = clock_;
-  say_record(from, h.operation, own_record(h.operation));
+  p.last_answer = clock_;
+  send_fragments(from, packet.operation, own_record(packet.operation));
 }
 
 void Session::on_notice(int from, const Notice& notice, Time now) {
   if (state_ == State::kCancelled) return;
-  advance(now);
+  advance_clock(now);
   Peer& p = peer(from);
   if (notice.kind == Notice::kReady) {
     if (notice.operation > operation_ + 1) return;
-    if (notice.operation > p.ready) p.digest = 0;
-    p.ready = std::max(p.ready, notice.operation);
+    if (notice.operation > p.ready_operation) p.digest = 0;
+    p.ready_operation = std::max(p.ready_operation, notice.operation);
     if (notice.wants_answer == 0) return;
     if (notice.operation <= operation_) {
-      net_.tell(from, {Notice::kReady, 0, notice.operation});
+      network_.send_notice(from, {Notice::kReady, 0, notice.operation});
     } else {
-      p.owed = notice.operation;
+      p.ready_notice_owed = notice.operation;
     }
     return;
   }
   if (notice.kind != Notice::kAsk) return;
-  const bool here = notice.operation == operation_;
-  if (!here && notice.operation + 1 != operation_) return;
+  const bool is_current = notice.operation == operation_;
+  if (!is_current && notice.operation + 1 != operation_) return;
   const Bytes& record = own_record(notice.operation);
-  if (!record.empty()) return net_.tell_record(from, record);
-  p.asked = here;
+  if (!record.empty()) return network_.send_record(from, record);
+  p.record_requested = is_current;
 }
 
 void Session::on_record(int from, const std::vector<std::byte>& record, Time now) {
   if (state_ != State::kAgreeing) return;
-  advance(now);
+  advance_clock(now);
   Peer& p = peer(from);
   if (record.size() != p.record.size() || p.fragments.all()) return;
-  RecordHead head;
+  RecordHeader head;
   std::memcpy(&head, record.data(), sizeof head);
-  if (head.operation != operation_) return;  // asked for in an earlier one, and come otherwise
+  // Requested in an earlier operation, and received otherwise.
+  if (head.operation != operation_) return;
   p.record = record;
   for (size_t i = 0; i < p.fragments.size(); ++i) p.fragments.set(i);
 }
 
-void Session::conclude() {
+void Session::compute_outcome() {
   const size_t pieces = layout().pieces();
-  outcome_.excluded = Bits(pieces);
-  outcome_.reports.assign(static_cast<size_t>(circle_.ranks), {});
-  outcome_.lacked = pieces - transfer_.have().count();
-  for (int r = 0; r < circle_.ranks; ++r) {
-    const Bytes& record = r == circle_.rank ? own_record(operation_) : peer(r).record;
-    RecordHead head;
+  outcome_.excluded = Bitmap(pieces);
+  outcome_.reports.assign(static_cast<size_t>(rail_.ranks), {});
+  outcome_.missing_pieces = pieces - transfer_.received_pieces().count();
+  for (int r = 0; r < rail_.ranks; ++r) {
+    const Bytes& record = r == rail_.rank ? own_record(operation_) : peer(r).record;
+    RecordHeader head;
     std::memcpy(&head, record.data(), sizeof head);
     outcome_.reports[static_cast<size_t>(r)] = head.report;
-    compare(r, head.digest);
-    if (unlike_ >= 0) return;
+    check_digest(r, head.digest);
+    if (mismatched_rank_ >= 0) return;
     const std::byte* const bits = record.data() + sizeof head;
     for (size_t i = 0; i < pieces; ++i) {
       if ((static_cast<unsigned>(bits[i / 8]) >> (i % 8) & 1) == 0) outcome_.excluded.set(i);
@@ -353,18 +360,18 @@ void Session::conclude() {
     const Interval span = layout().span(i);
     if (outcome_.excluded.test(i)) std::fill_n(result() + span.lo, span.size(), std::byte{0});
   }
-  transfer_.end();
+  transfer_.finish();
   state_ = State::kDone;
 }
 
 bool Session::awaits(int rank) const {
-  if (rank == circle_.rank) return false;
-  if (state_ == State::kReady) return peer(rank).ready < operation_;
+  if (rank == rail_.rank) return false;
+  if (state_ == State::kReady) return peer(rank).ready_operation < operation_;
   return state_ == State::kAgreeing && !peer(rank).fragments.all();
 }
 
-int Session::awaited() const {
-  for (int r = 0; r < circle_.ranks; ++r) {
+int Session::awaited_rank() const {
+  for (int r = 0; r < rail_.ranks; ++r) {
     if (awaits(r)) return r;
   }
   return -1;

@@ -1,7 +1,8 @@
-// The datagram socket of a rank: many packets a system call, never longer than the path takes, with
-// the kernel's count of what it dropped here because nobody read it in time. Packets of one length
-// to one rank go through the kernel as one, which a network card divides, or the kernel just before
-// it (UDP_SEGMENT); and packets that follow each other come out of it as one (UDP_GRO).
+// Datagram socket of a rank: many packets per system call, never longer than the path MTU, with the
+// kernel's count of packets that it dropped because they were not read in time. Packets of one
+// length to one rank pass through the kernel as one, which the network card, or the kernel just
+// before it, divides (UDP_SEGMENT); received packets are likewise merged (UDP_GRO). One thread at a
+// time calls.
 #pragma once
 
 #include <netinet/in.h>
@@ -16,78 +17,83 @@
 
 namespace fsccl::datagram {
 
+// UDP socket with batched, segmented sends and receives.
 class Socket {
  public:
   static constexpr size_t kBatch = 16;  // runs of packets
-  static constexpr size_t kLongest = 8192 + 256, kRun = 65'000, kRunPackets = 64;
+  static constexpr size_t kMaxPacket = 8192 + 256, kMaxRunBytes = 65'000, kMaxRunPackets = 64;
 
-  // At an address of this host's, "tcp:<any port>:<numeric host>" in the words of core/socket.h.
-  // Throws Error.
-  explicit Socket(const std::string& beside);
+  // Binds to the host of a TCP address of this process, "tcp:<port>:<numeric host>", with another
+  // port. Throws Error.
+  explicit Socket(const std::string& tcp_address);
 
-  // As peers find it: 64 bytes at most.
+  // Address for peers, at most 64 bytes.
   const std::string& address() const { return address_; }
-  // The most that a packet to any of `addresses`, which become known here, can hold.
-  size_t meet(const std::vector<std::string>& addresses);
+  // Sets the addresses of all ranks of the rail. Returns the largest size of a packet to any of
+  // them.
+  size_t set_peers(const std::vector<std::string>& addresses);
 
-  // Where the next packet is to be made, of so many bytes at most; and sends what is there. Packets
-  // wait until there are many, or flush().
-  std::byte* place(size_t most);
+  // reserve() returns memory for the next packet, of at most `max_bytes`; send() queues the packet
+  // that is there. Packets are sent when there are many, or by flush().
+  std::byte* reserve(size_t max_bytes);
   void send(int to, size_t bytes);
   void flush();
-  // What there is, a batch at most; whether there may be more. Calls take(from, packet, bytes): from
-  // -1 for a stranger.
+  // Receives at most one batch, and calls handle(from, packet, bytes) per packet, `from` being -1
+  // for an unknown sender. Returns whether there may be more.
   template <class F>
-  bool receive(F&& take) {
+  bool receive(F&& handle) {
     const size_t n = receive_batch();
     for (size_t i = 0; i < n; ++i) {
-      const std::byte* const run = in_.data() + i * kPlace;
-      const size_t all = in_heads_[i].msg_len, each = length_of_each(i);
-      for (size_t at = 0; at < all; at += each) {
-        const size_t bytes = std::min(each, all - at);
-        take(sender_of(i, run + at, bytes), run + at, bytes);
+      const std::byte* const data = recv_buffer_.data() + i * kReceiveSlot;
+      const size_t run_bytes = recv_headers_[i].msg_len, segment = segment_bytes(i);
+      for (size_t at = 0; at < run_bytes; at += segment) {
+        const size_t bytes = std::min(segment, run_bytes - at);
+        handle(sender_of(i, data + at, bytes), data + at, bytes);
       }
     }
     return n == kBatch;
   }
-  // Until `wake` can be read, or the time is over; or until there is something to read, `reading`.
-  void wait(int wake, std::chrono::nanoseconds limit, bool reading) const;
+  // Waits until `wake_fd` is readable or the timeout passes; with `until_readable`, also until a
+  // packet can be read.
+  void wait(int wake_fd, std::chrono::nanoseconds timeout, bool until_readable) const;
 
-  uint32_t kernel_drops() const { return drops_; }  // of packets for this socket
-  uint64_t refused() const { return refused_; }     // by the kernel, of those sent
+  // Packets for this socket that the kernel dropped.
+  uint32_t kernel_drops() const { return kernel_drops_; }
+  uint64_t refused() const { return refused_; }  // packets that the kernel refused to send
 
  private:
-  static constexpr size_t kPlace = 65'536;
+  static constexpr size_t kReceiveSlot = 65'536;
+  // Address of a rank.
   struct Peer {
     sockaddr_storage address{};
     socklen_t length = 0;
   };
-  struct Run {  // of packets of one length, of which the last may be shorter
+  struct Run {  // packets of one length, of which the last may be shorter
     int to = -1;
-    size_t at = 0, bytes = 0, each = 0, packets = 0;
+    size_t at = 0, bytes = 0, segment = 0, packets = 0;
     bool closed = false;
   };
 
-  bool joins(const Run& run, int to, size_t bytes) const;
-  void address_run(size_t i);
-  void divide(size_t first);
+  bool fits_run(const Run& run, int to, size_t bytes) const;
+  void prepare_run(size_t i);
+  void send_unsegmented(size_t first);
   void flush_runs();
   size_t receive_batch();
-  size_t length_of_each(size_t i);
+  size_t segment_bytes(size_t i);
   int sender_of(size_t i, const std::byte* packet, size_t bytes) const;
 
   Fd fd_;
   std::string address_;
   std::vector<Peer> peers_;
-  std::vector<std::byte> in_, out_;
-  std::vector<mmsghdr> in_heads_, out_heads_;
-  std::vector<iovec> in_places_, out_places_;
-  std::vector<sockaddr_storage> from_;
-  std::vector<std::byte> controls_, out_controls_;
+  std::vector<std::byte> recv_buffer_, send_buffer_;
+  std::vector<mmsghdr> recv_headers_, send_headers_;
+  std::vector<iovec> recv_iovecs_, send_iovecs_;
+  std::vector<sockaddr_storage> senders_;
+  std::vector<std::byte> recv_control_, send_control_;
   std::vector<Run> runs_;
-  size_t queued_ = 0;  // bytes
-  bool divides_ = true;                     // the kernel divides runs
-  uint32_t drops_ = 0;
+  size_t queued_ = 0;               // bytes
+  bool segmentation_works_ = true;  // the kernel accepts UDP_SEGMENT
+  uint32_t kernel_drops_ = 0;
   uint64_t refused_ = 0;
 };
 

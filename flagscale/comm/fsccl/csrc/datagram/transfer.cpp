@@ -7,375 +7,397 @@
 namespace fsccl::datagram {
 namespace {
 
-size_t offset_of(const Packet& data) { return size_t{data.place} * Layout::kGrain; }
+size_t offset_of(const Packet& data) { return size_t{data.position} * BucketLayout::kGrain; }
 
 constexpr double kBurstSeconds = 300e-6;
-constexpr size_t kLeastBurst = 4, kMostBurst = 32;  // packets
-constexpr double kLateSeconds = 2.5e-3;             // that the thread is at times
+constexpr size_t kMinBurst = 4, kMaxBurst = 32;  // packets
+constexpr double kMaxWakeupDelay = 2.5e-3;       // delay with which the thread may wake up
 constexpr double kLeadSeconds = 32e-3;
 
 }  // namespace
 
-Transfer::Transfer(const Circle& circle, size_t payload, const Limits& limits)
-    : circle_(circle),
-      payload_(payload / Layout::kGrain * Layout::kGrain),
+Transfer::Transfer(const Rail& rail, size_t payload, const ProtocolLimits& limits)
+    : rail_(rail),
+      payload_(payload / BucketLayout::kGrain * BucketLayout::kGrain),
       limits_(limits) {
   if (payload_ == 0) fail_usage("packets of " + std::to_string(payload) + " bytes are too small");
 }
 
-void Transfer::begin(const Job& job, uint64_t operation, Time now) {
+void Transfer::begin_leading(const AllReduceJob& job, uint64_t operation, Time now) {
   job_ = job;
   operation_ = operation;
   moving_ = false;
-  layout_ = {job.bytes, payload_, circle_.ranks};
-  mine_ = layout_.shard(circle_.rank);
-  const auto ranks = static_cast<size_t>(circle_.ranks);
-  parts_in_.resize(std::max(parts_in_.size(), ranks * mine_.size() * payload_));
+  layout_ = {job.bytes, payload_, rail_.ranks};
+  own_shard_ = layout_.shard(rail_.rank);
+  const auto ranks = static_cast<size_t>(rail_.ranks);
+  received_parts_.resize(std::max(received_parts_.size(), ranks * own_shard_.size() * payload_));
   result_.resize(std::max(result_.size(), job.bytes));
-  got_.assign(ranks, Bits(mine_.size()));
-  came_.assign(mine_.size(), 1);
-  summed_ = Bits(mine_.size());
-  where_.resize(mine_.size());
-  have_ = Bits(layout_.pieces());
-  parts_.assign(ranks, {});
-  sums_.assign(ranks, {});
+  part_received_.assign(ranks, Bitmap(own_shard_.size()));
+  part_counts_.assign(own_shard_.size(), 1);
+  summed_ = Bitmap(own_shard_.size());
+  sum_positions_.resize(own_shard_.size());
+  have_sums_ = Bitmap(layout_.pieces());
+  part_streams_.assign(ranks, {});
+  sum_streams_.assign(ranks, {});
   expected_ = 0;
-  for (int r = 0; r < circle_.ranks; ++r) {
-    if (r == circle_.rank) continue;
-    parts_of(r).lacks = mine_.size();
-    sums_of(r).lacks = layout_.shard(r).size();
-    expected_ += parts_of(r).lacks + sums_of(r).lacks;
+  for (int r = 0; r < rail_.ranks; ++r) {
+    if (r == rail_.rank) continue;
+    part_stream(r).missing = own_shard_.size();
+    sum_stream(r).missing = layout_.shard(r).size();
+    expected_ += part_stream(r).missing + sum_stream(r).missing;
   }
   lost_ = scaled_ = 0;
-  const double packets = job.rate * kBurstSeconds / static_cast<double>(packet());
-  burst_ = static_cast<size_t>(std::clamp<double>(packets, kLeastBurst, kMostBurst));
-  run_ = std::max<size_t>(1, burst_ >> job.halvings);
-  turn_ = sum_turn_ = 1;
-  at_ = in_run_ = sum_at_ = sum_run_ = sum_in_run_ = 0;
-  order_.clear();
-  parts_again_.clear();
-  sums_again_.clear();
-  asked_.assign(ranks, {});
-  sent_ = now;
-  credit_ = burst();
-  lead_ = std::min(double{kMostLead}, job.rate * kLeadSeconds);
-  led_ = 0;
+  const double packets = job.rate * kBurstSeconds / static_cast<double>(max_packet_bytes());
+  burst_packets_ = static_cast<size_t>(std::clamp<double>(packets, kMinBurst, kMaxBurst));
+  run_length_ = std::max<size_t>(1, burst_packets_ >> job.run_halvings);
+  part_turn_ = sum_turn_ = 1;
+  part_run_start_ = part_run_position_ = sum_run_start_ = sum_run_length_ = sum_run_position_ = 0;
+  sum_order_.clear();
+  part_repairs_.clear();
+  sum_repairs_.clear();
+  peer_requests_.assign(ranks, {});
+  credit_time_ = now;
+  credit_ = burst_bytes();
+  lead_limit_ = std::min(double{kMaxLeadBytes}, job.rate * kLeadSeconds);
+  lead_sent_ = 0;
 }
 
-void Transfer::take(const Packet& p, Time now, Dropped* dropped) {
-  // Until now others may have been waiting; but what comes first so late does not begin it anew.
-  if (!heard_ && now < went_ + limits_.patience) began_ = now;
-  heard_ = heard_ || !p.leads();
-  const uint64_t answered = p.kind == Kind::kMark ? p.word : 0;
-  const bool wants = p.kind == Kind::kWantParts || p.kind == Kind::kWantSums;
-  if (wants) return take_wants(p, dropped);
-  const bool parts = (p.flags & Header::kPartsSent) != 0, sums = (p.flags & Header::kSumsSent) != 0;
-  note(&parts_of(p.sender), parts, static_cast<uint32_t>(answered), now);
-  note(&sums_of(p.sender), sums, static_cast<uint32_t>(answered >> 32), now);
-  if (p.kind == Kind::kMark) return;
-  if (p.kind == Kind::kPart) return take_part(p, dropped);
-  take_sum(p, dropped);
+void Transfer::handle_packet(const Packet& packet, Time now, DropCounters* drop_counters) {
+  // Others may have waited until now. But a first packet that arrives so late does not restart the
+  // clock.
+  if (!heard_start_ && now < start_time_ + limits_.patience) clock_start_ = now;
+  heard_start_ = heard_start_ || !packet.is_leading();
+  const uint64_t answered_requests = packet.kind == PacketKind::kMark ? packet.word : 0;
+  const bool is_request =
+      packet.kind == PacketKind::kRequestParts || packet.kind == PacketKind::kRequestSums;
+  if (is_request) return handle_request(packet, drop_counters);
+  const bool parts_sent = (packet.flags & PacketHeader::kPartsSent) != 0,
+             sums_sent = (packet.flags & PacketHeader::kSumsSent) != 0;
+  update_stream(&part_stream(packet.sender), parts_sent, static_cast<uint32_t>(answered_requests),
+                now);
+  update_stream(&sum_stream(packet.sender), sums_sent,
+                static_cast<uint32_t>(answered_requests >> 32), now);
+  if (packet.kind == PacketKind::kMark) return;
+  if (packet.kind == PacketKind::kPart) return handle_part(packet, drop_counters);
+  handle_sum(packet, drop_counters);
 }
 
-void Transfer::note(Stream* stream, bool sent, uint32_t answered, Time now) {
-  if (stream->sent ? answered <= stream->answered : !sent) return;
-  stream->sent = stream->sent || sent;
-  stream->answered = std::max(stream->answered, answered);
-  stream->said = now;
+void Transfer::update_stream(Stream* stream, bool all_sent, uint32_t answered_request, Time now) {
+  if (stream->all_sent ? answered_request <= stream->answered_request : !all_sent) return;
+  stream->all_sent = stream->all_sent || all_sent;
+  stream->answered_request = std::max(stream->answered_request, answered_request);
+  stream->last_status = now;
 }
 
-void Transfer::take_part(const Packet& p, Dropped* dropped) {
-  const size_t piece = layout_.at(offset_of(p), p.length);
-  if (piece < mine_.lo || piece >= mine_.hi) {
-    ++dropped->malformed;
+void Transfer::handle_part(const Packet& packet, DropCounters* drop_counters) {
+  const size_t piece = layout_.piece_at(offset_of(packet), packet.length);
+  if (piece < own_shard_.lo || piece >= own_shard_.hi) {
+    ++drop_counters->malformed;
     return;
   }
-  const size_t index = piece - mine_.lo;
-  Bits& got = got_[p.sender];
-  if (got.test(index)) {
-    ++dropped->repeated;
+  const size_t index = piece - own_shard_.lo;
+  Bitmap& received = part_received_[packet.sender];
+  if (received.test(index)) {
+    ++drop_counters->repeated;
     return;
   }
   if (summed_.test(index)) {
-    ++dropped->late;
+    ++drop_counters->late;
     return;
   }
-  got.set(index);
-  const size_t place = (p.sender * mine_.size() + index) * payload_;
-  std::copy(p.payload, p.payload + p.length, parts_in_.data() + place);
-  --parts_of(p.sender).lacks;
-  if (++came_[index] == circle_.ranks) add_up(piece);
+  received.set(index);
+  const size_t offset = (packet.sender * own_shard_.size() + index) * payload_;
+  std::copy(packet.payload, packet.payload + packet.length, received_parts_.data() + offset);
+  --part_stream(packet.sender).missing;
+  if (++part_counts_[index] == rail_.ranks) sum_piece(piece);
 }
 
-void Transfer::take_sum(const Packet& p, Dropped* dropped) {
-  const size_t piece = layout_.at(offset_of(p), p.length);
-  const Interval owned = layout_.shard(p.sender);
+void Transfer::handle_sum(const Packet& packet, DropCounters* drop_counters) {
+  const size_t piece = layout_.piece_at(offset_of(packet), packet.length);
+  const Interval owned = layout_.shard(packet.sender);
   if (piece < owned.lo || piece >= owned.hi) {
-    ++dropped->malformed;
-  } else if (!have_.set(piece)) {
-    ++dropped->repeated;
+    ++drop_counters->malformed;
+  } else if (!have_sums_.set(piece)) {
+    ++drop_counters->repeated;
   } else {
-    std::copy(p.payload, p.payload + p.length, result_.data() + offset_of(p));
-    --sums_of(p.sender).lacks;
+    std::copy(packet.payload, packet.payload + packet.length, result_.data() + offset_of(packet));
+    --sum_stream(packet.sender).missing;
   }
 }
 
-// What has been sent and did not come is sent again; what has yet to be is not.
-void Transfer::take_wants(const Packet& p, Dropped* dropped) {
-  const bool parts = p.kind == Kind::kWantParts;
-  const Interval of = parts ? layout_.shard(p.sender) : mine_;
-  const uint64_t most = uint64_t{p.length} * 8;
-  if (p.place < of.lo || p.place >= of.hi || most > of.hi - p.place + 7) {
-    ++dropped->malformed;
+// Pieces that have been sent but did not arrive are sent again; those still to be sent are not.
+void Transfer::handle_request(const Packet& packet, DropCounters* drop_counters) {
+  const bool for_parts = packet.kind == PacketKind::kRequestParts;
+  const Interval range = for_parts ? layout_.shard(packet.sender) : own_shard_;
+  const uint64_t limit = uint64_t{packet.length} * 8;
+  if (packet.position < range.lo || packet.position >= range.hi ||
+      limit > range.hi - packet.position + 7) {
+    ++drop_counters->malformed;
     return;
   }
-  Asked& asked = asked_[p.sender];
-  uint32_t& number = parts ? asked.parts : asked.sums;
-  number = std::max(number, static_cast<uint32_t>(p.word));
-  std::deque<Out>& again = parts ? parts_again_ : sums_again_;
-  if (again.size() > 2 * layout_.pieces()) return;
-  for (uint64_t i = 0; i < most && p.place + i < of.hi; ++i) {
-    if ((static_cast<unsigned>(p.payload[i / 8]) >> (i % 8) & 1) == 0) continue;
-    const size_t piece = static_cast<size_t>(p.place + i), index = piece - of.lo;
-    const bool sent = parts ? part_sent(p.sender, index) : sum_sent(p.sender, index);
-    if (!sent) continue;
-    again.push_back({p.sender, parts ? Kind::kPart : Kind::kSum, piece, std::max(1, int{p.flags})});
+  RequestNumbers& numbers = peer_requests_[packet.sender];
+  uint32_t& number = for_parts ? numbers.parts : numbers.sums;
+  number = std::max(number, static_cast<uint32_t>(packet.word));
+  std::deque<QueuedPiece>& repairs = for_parts ? part_repairs_ : sum_repairs_;
+  if (repairs.size() > 2 * layout_.pieces()) return;
+  for (uint64_t i = 0; i < limit && packet.position + i < range.hi; ++i) {
+    if ((static_cast<unsigned>(packet.payload[i / 8]) >> (i % 8) & 1) == 0) continue;
+    const size_t piece = static_cast<size_t>(packet.position + i), index = piece - range.lo;
+    const bool is_sent =
+        for_parts ? is_part_sent(packet.sender, index) : is_sum_sent(packet.sender, index);
+    if (!is_sent) continue;
+    repairs.push_back({packet.sender, for_parts ? PacketKind::kPart : PacketKind::kSum, piece,
+                       std::max(1, int{packet.flags})});
     ++lost_;
   }
 }
 
-void Transfer::add_up(size_t piece) {
-  const size_t index = piece - mine_.lo;
+void Transfer::sum_piece(size_t piece) {
+  const size_t index = piece - own_shard_.lo;
   const Interval span = layout_.span(piece);
   std::vector<const void*> sources;
-  for (int r = 0; r < circle_.ranks; ++r) {
+  for (int r = 0; r < rail_.ranks; ++r) {
     const auto q = static_cast<size_t>(r);
-    if (r == circle_.rank) {
+    if (r == rail_.rank) {
       sources.push_back(job_.in + span.lo);
-    } else if (got_[q].test(index)) {
-      sources.push_back(parts_in_.data() + (q * mine_.size() + index) * payload_);
+    } else if (part_received_[q].test(index)) {
+      sources.push_back(received_parts_.data() + (q * own_shard_.size() + index) * payload_);
     }
   }
-  Reduction how = job_.how;
-  const int came = static_cast<int>(sources.size());
-  if (came < circle_.ranks) {
-    how.op = RedOp::kPremulSum;
-    how.factor = static_cast<double>(circle_.ranks) / came;
-    if (job_.how.op == RedOp::kAvg) how.factor /= job_.how.divisor;
+  Reduction reduction = job_.reduction;
+  const int part_count = static_cast<int>(sources.size());
+  if (part_count < rail_.ranks) {
+    reduction.op = RedOp::kPremulSum;
+    reduction.factor = static_cast<double>(rail_.ranks) / part_count;
+    if (job_.reduction.op == RedOp::kAvg) reduction.factor /= job_.reduction.divisor;
     ++scaled_;
   }
-  reduce(how, result_.data() + span.lo, sources.data(), came, span.size() / how.width());
+  reduce(reduction, result_.data() + span.lo, sources.data(), part_count,
+         span.size() / reduction.width());
   summed_.set(index);
-  have_.set(piece);
-  where_[index] = order_.size();
-  order_.push_back(piece);
+  have_sums_.set(piece);
+  sum_positions_[index] = sum_order_.size();
+  sum_order_.push_back(piece);
 }
 
-void Transfer::look(Time now, Network& net) {
+void Transfer::check_deadlines(Time now, Network& net) {
   if (!moving_) return;
-  if (!heard_ && now < went_ + limits_.patience) began_ = now;
-  const Time first = began_ + job_.phase, second = began_ + job_.end;
-  bool hopeless = true;
-  for (int r = 0; r < circle_.ranks; ++r) {
-    if (r == circle_.rank) continue;
+  if (!heard_start_ && now < start_time_ + limits_.patience) clock_start_ = now;
+  const Time parts_deadline = clock_start_ + job_.reduce_time,
+             sums_deadline = clock_start_ + job_.total_time;
+  bool all_given_up = true;
+  for (int r = 0; r < rail_.ranks; ++r) {
+    if (r == rail_.rank) continue;
     if (!summed_.all()) {
-      want(&parts_, r, Kind::kWantParts, first, now, net);
-      hopeless = hopeless && (parts_of(r).lacks == 0 || given_up(parts_, r, now));
+      request_missing(&part_streams_, r, PacketKind::kRequestParts, parts_deadline, now, net);
+      all_given_up =
+          all_given_up && (part_stream(r).missing == 0 || is_given_up(part_streams_, r, now));
     }
-    want(&sums_, r, Kind::kWantSums, second, now, net);
+    request_missing(&sum_streams_, r, PacketKind::kRequestSums, sums_deadline, now, net);
   }
-  if (summed_.all() || !(now >= first || hopeless)) return;
-  for (size_t piece = mine_.lo; piece < mine_.hi; ++piece) {
-    if (!summed_.test(piece - mine_.lo)) add_up(piece);
+  if (summed_.all() || !(now >= parts_deadline || all_given_up)) return;
+  for (size_t piece = own_shard_.lo; piece < own_shard_.hi; ++piece) {
+    if (!summed_.test(piece - own_shard_.lo)) sum_piece(piece);
   }
 }
 
-// What all of them may take together.
-Time Transfer::pause(const std::vector<Stream>& streams) const {
-  size_t lacks = 0;
-  for (const Stream& stream : streams) lacks += stream.lacks;
-  const double bytes = static_cast<double>(lacks * payload_);
+// Time that all missing pieces together may take.
+Time Transfer::request_interval(const std::vector<Stream>& streams) const {
+  size_t missing = 0;
+  for (const Stream& stream : streams) missing += stream.missing;
+  const double bytes = static_cast<double>(missing * payload_);
   return limits_.resend + Time(static_cast<int64_t>(1e9 * bytes / job_.rate));
 }
 
-bool Transfer::given_up(const std::vector<Stream>& streams, int rank, Time now) const {
+bool Transfer::is_given_up(const std::vector<Stream>& streams, int rank, Time now) const {
   const Stream& stream = streams[static_cast<size_t>(rank)];
-  return stream.wants > 0 && stream.wants >= limits_.repairs &&
-         now >= stream.wanted + pause(streams) + job_.early;
+  return stream.requests > 0 && stream.requests >= limits_.repairs &&
+         now >= stream.last_request + request_interval(streams) + job_.repair_grace;
 }
 
-void Transfer::want(std::vector<Stream>* streams, int from, Kind kind, Time until, Time now,
-                    Network& net) {
+void Transfer::request_missing(std::vector<Stream>* streams, int from, PacketKind kind, Time until,
+                               Time now, Network& net) {
   Stream* const stream = &(*streams)[static_cast<size_t>(from)];
-  if (stream->lacks == 0 || stream->wants >= limits_.repairs) return;
-  const bool told = stream->sent && stream->answered >= stream->wants;
-  const bool due = (told && now >= stream->said + limits_.reorder) ||
-                   (stream->wants == 0 ? now >= until - job_.end / 8
-                                       : now >= stream->wanted + pause(*streams));
-  if (!due) return;
-  ++stream->wants;
-  stream->wanted = now;
-  const bool parts = kind == Kind::kWantParts;
-  const Interval of = parts ? mine_ : layout_.shard(from);
-  const size_t most = (packet() - head_of(kind)) * 8;
-  for (size_t lo = of.lo; lo < of.hi; lo += most) {
-    const size_t hi = std::min(of.hi, lo + most);
-    Bits lacks(hi - lo);
+  if (stream->missing == 0 || stream->requests >= limits_.repairs) return;
+  const bool is_answered = stream->all_sent && stream->answered_request >= stream->requests;
+  const bool is_due =
+      (is_answered && now >= stream->last_status + limits_.reorder) ||
+      (stream->requests == 0 ? now >= until - job_.total_time / 8
+                             : now >= stream->last_request + request_interval(*streams));
+  if (!is_due) return;
+  ++stream->requests;
+  stream->last_request = now;
+  const bool for_parts = kind == PacketKind::kRequestParts;
+  const Interval range = for_parts ? own_shard_ : layout_.shard(from);
+  const size_t limit = (max_packet_bytes() - header_bytes(kind)) * 8;
+  for (size_t lo = range.lo; lo < range.hi; lo += limit) {
+    const size_t hi = std::min(range.hi, lo + limit);
+    Bitmap missing_bits(hi - lo);
     for (size_t p = lo; p < hi; ++p) {
-      const bool there = parts ? summed_.test(p - of.lo) || got_[static_cast<size_t>(from)].test(p - of.lo)
-                               : have_.test(p);
-      if (!there) lacks.set(p - lo);
+      const bool there = for_parts
+                             ? summed_.test(p - range.lo) ||
+                                   part_received_[static_cast<size_t>(from)].test(p - range.lo)
+                             : have_sums_.test(p);
+      if (!there) missing_bits.set(p - lo);
     }
-    if (lacks.count() == 0) continue;
-    Header h;
-    h.kind = kind;
-    h.operation = operation_;
-    h.place = static_cast<uint32_t>(lo);
-    h.flags = static_cast<uint8_t>(std::count_if(streams->begin(), streams->end(),
-                                                 [](const Stream& one) { return one.lacks > 0; }));
-    h.length = static_cast<uint16_t>(lacks.bytes().size());
-    std::byte* const made = net.place(packet());
-    std::memcpy(made + head_of(kind), lacks.bytes().data(), h.length);
-    net.send(from, seal(circle_, from, h, stream->wants, made));
+    if (missing_bits.count() == 0) continue;
+    PacketHeader header;
+    header.kind = kind;
+    header.operation = operation_;
+    header.position = static_cast<uint32_t>(lo);
+    header.flags = static_cast<uint8_t>(std::count_if(
+        streams->begin(), streams->end(), [](const Stream& s) { return s.missing > 0; }));
+    header.length = static_cast<uint16_t>(missing_bits.bytes().size());
+    std::byte* const buffer = net.reserve(max_packet_bytes());
+    std::memcpy(buffer + header_bytes(kind), missing_bits.bytes().data(), header.length);
+    net.send(from, sign_packet(rail_, from, header, stream->requests, buffer));
   }
 }
 
-bool Transfer::next_part(Out* out) {
-  for (; !parts_out(); at_ += run_, turn_ = 1) {
-    for (; turn_ < circle_.ranks; ++turn_, in_run_ = 0) {
-      const int to = (circle_.rank + turn_) % circle_.ranks;
-      const Interval shard = layout_.shard(to);
-      const size_t index = at_ + in_run_;
-      if (in_run_ == run_ || index >= shard.size()) continue;
-      ++in_run_;
-      *out = {to, Kind::kPart, shard.lo + index};
+bool Transfer::next_part(QueuedPiece* out) {
+  for (; !all_parts_sent(); part_run_start_ += run_length_, part_turn_ = 1) {
+    for (; part_turn_ < rail_.ranks; ++part_turn_, part_run_position_ = 0) {
+      const int peer = (rail_.rank + part_turn_) % rail_.ranks;
+      const Interval shard = layout_.shard(peer);
+      const size_t index = part_run_start_ + part_run_position_;
+      if (part_run_position_ == run_length_ || index >= shard.size()) continue;
+      ++part_run_position_;
+      *out = {peer, PacketKind::kPart, shard.lo + index};
       return true;
     }
   }
   return false;
 }
 
-bool Transfer::part_sent(int to, size_t index) const {
-  if (index < at_ || index >= at_ + run_) return index < at_;
-  const int turn = turn_of(to);
-  return turn < turn_ || (turn == turn_ && index < at_ + in_run_);
+bool Transfer::is_part_sent(int peer, size_t index) const {
+  if (index < part_run_start_ || index >= part_run_start_ + run_length_)
+    return index < part_run_start_;
+  const int turn = turn_of(peer);
+  return turn < part_turn_ || (turn == part_turn_ && index < part_run_start_ + part_run_position_);
 }
 
-bool Transfer::sum_sent(int to, size_t index) const {
+bool Transfer::is_sum_sent(int peer, size_t index) const {
   if (!summed_.test(index)) return false;
-  const size_t place = where_[index];
-  if (place < sum_at_ || place >= sum_at_ + sum_run_) return place < sum_at_;
-  const int turn = turn_of(to);
-  return turn < sum_turn_ || (turn == sum_turn_ && place < sum_at_ + sum_in_run_);
+  const size_t position = sum_positions_[index];
+  if (position < sum_run_start_ || position >= sum_run_start_ + sum_run_length_)
+    return position < sum_run_start_;
+  const int turn = turn_of(peer);
+  return turn < sum_turn_ || (turn == sum_turn_ && position < sum_run_start_ + sum_run_position_);
 }
 
-bool Transfer::next_sum(Out* out) {
-  if (sum_in_run_ == sum_run_) {  // to the next rank; or all have those, and the next run begins
-    if (sum_run_ == 0 || ++sum_turn_ == circle_.ranks) {
-      sum_at_ += sum_run_;
+bool Transfer::next_sum(QueuedPiece* out) {
+  if (sum_run_position_ == sum_run_length_) {  // all ranks have this run, or the next rank gets it
+    if (sum_run_length_ == 0 || ++sum_turn_ == rail_.ranks) {
+      sum_run_start_ += sum_run_length_;
       sum_turn_ = 1;
-      sum_run_ = std::min(run_, order_.size() - sum_at_);
+      sum_run_length_ = std::min(run_length_, sum_order_.size() - sum_run_start_);
     }
-    sum_in_run_ = 0;
-    if (sum_run_ == 0) return false;
+    sum_run_position_ = 0;
+    if (sum_run_length_ == 0) return false;
   }
-  const size_t place = sum_at_ + sum_in_run_++;
-  const int to = (circle_.rank + sum_turn_) % circle_.ranks;
-  *out = {to, Kind::kSum, order_[place]};
+  const size_t position = sum_run_start_ + sum_run_position_++;
+  const int peer = (rail_.rank + sum_turn_) % rail_.ranks;
+  *out = {peer, PacketKind::kSum, sum_order_[position]};
   return true;
 }
 
-bool Transfer::next_again(std::deque<Out>* from, Out* out) {
+bool Transfer::next_repair(std::deque<QueuedPiece>* from, QueuedPiece* out) {
   if (from->empty()) return false;
   *out = from->front();
   from->pop_front();
   return true;
 }
 
-bool Transfer::next(Out* out) {
-  return next_part(out) || next_again(&parts_again_, out) || next_sum(out) ||
-         next_again(&sums_again_, out);
+bool Transfer::next_piece(QueuedPiece* out) {
+  return next_part(out) || next_repair(&part_repairs_, out) || next_sum(out) ||
+         next_repair(&sum_repairs_, out);
 }
 
-void Transfer::pump(Time now, Network& net) {
+void Transfer::send_due(Time now, Network& net) {
   if (!may_send()) return;
-  const double most = std::max(2 * burst(), job_.rate * kLateSeconds);
-  credit_ = std::min(most, credit_ + job_.rate * 1e-9 * static_cast<double>((now - sent_).count()));
-  sent_ = now;
-  Out out{};
+  const double max_credit = std::max(2 * burst_bytes(), job_.rate * kMaxWakeupDelay);
+  credit_ = std::min(
+      max_credit, credit_ + job_.rate * 1e-9 * static_cast<double>((now - credit_time_).count()));
+  credit_time_ = now;
+  QueuedPiece out{};
   while (credit_ > 0 && may_send()) {
-    if (moving_ ? !next(&out) : !next_part(&out)) break;
+    if (moving_ ? !next_piece(&out) : !next_part(&out)) break;
     send(out, net);
   }
-  if (moving_ && credit_ > 0) say_marks(now, net);
+  if (moving_ && credit_ > 0) send_marks(now, net);
 }
 
-void Transfer::send(const Out& out, Network& net) {
+void Transfer::send(const QueuedPiece& out, Network& net) {
   const Interval span = layout_.span(out.piece);
-  Header h;
-  h.kind = out.kind;
-  h.flags = flags();
-  h.operation = operation_;
-  h.place = static_cast<uint32_t>(span.lo / Layout::kGrain);
-  h.length = static_cast<uint16_t>(span.size());
-  const std::byte* const from = (out.kind == Kind::kPart ? job_.in : result_.data()) + span.lo;
-  std::byte* const made = net.place(packet());
-  std::copy(from, from + span.size(), made + head_of(h.kind));
-  const size_t bytes = seal(circle_, out.to, h, 0, made);
+  PacketHeader header;
+  header.kind = out.kind;
+  header.flags = flags();
+  header.operation = operation_;
+  header.position = static_cast<uint32_t>(span.lo / BucketLayout::kGrain);
+  header.length = static_cast<uint16_t>(span.size());
+  const std::byte* const from =
+      (out.kind == PacketKind::kPart ? job_.in : result_.data()) + span.lo;
+  std::byte* const buffer = net.reserve(max_packet_bytes());
+  std::copy(from, from + span.size(), buffer + header_bytes(header.kind));
+  const size_t bytes = sign_packet(rail_, out.to, header, 0, buffer);
   net.send(out.to, bytes);
-  credit_ -= static_cast<double>(bytes) * out.beside;
-  if (!moving_) led_ += static_cast<double>(bytes);
-  marked_ = Time::min();
+  credit_ -= static_cast<double>(bytes) * out.concurrent_senders;
+  if (!moving_) lead_sent_ += static_cast<double>(bytes);
+  last_mark_ = Time::min();
 }
 
 uint8_t Transfer::flags() const {
-  const bool parts = parts_out();
-  const bool sums = parts && summed_.all() && sum_at_ == order_.size();
-  return (parts ? Header::kPartsSent : 0) | (sums ? Header::kSumsSent : 0) |
-         (moving_ ? Header::kAllReady : 0);
+  const bool parts_sent = all_parts_sent();
+  const bool sums_sent = parts_sent && summed_.all() && sum_run_start_ == sum_order_.size();
+  return (parts_sent ? PacketHeader::kPartsSent : 0) | (sums_sent ? PacketHeader::kSumsSent : 0) |
+         (moving_ ? PacketHeader::kAllReady : 0);
 }
 
-// At once when everything has been sent, and now and then.
-void Transfer::say_marks(Time now, Network& net) {
-  if (marked_ != Time::min() && now < marked_ + limits_.resend / 2) return;
-  marked_ = now;
-  for (int r = 0; r < circle_.ranks; ++r) {
-    if (r == circle_.rank) continue;
-    Header h;
-    h.kind = Kind::kMark;
-    h.flags = flags();
-    const Asked& asked = asked_[static_cast<size_t>(r)];
-    h.operation = operation_;
-    const uint64_t answered = asked.parts | uint64_t{asked.sums} << 32;
-    net.send(r, seal(circle_, r, h, answered, net.place(head_of(h.kind))));
+// Sends marks at once when everything has been sent, and periodically.
+void Transfer::send_marks(Time now, Network& net) {
+  if (last_mark_ != Time::min() && now < last_mark_ + limits_.resend / 2) return;
+  last_mark_ = now;
+  for (int r = 0; r < rail_.ranks; ++r) {
+    if (r == rail_.rank) continue;
+    PacketHeader header;
+    header.kind = PacketKind::kMark;
+    header.flags = flags();
+    const RequestNumbers& numbers = peer_requests_[static_cast<size_t>(r)];
+    header.operation = operation_;
+    const uint64_t answered_requests = numbers.parts | uint64_t{numbers.sums} << 32;
+    net.send(r, sign_packet(rail_, r, header, answered_requests,
+                            net.reserve(header_bytes(header.kind))));
   }
 }
 
-Time Transfer::next(Time now) const {
-  const bool sums = sum_in_run_ < sum_run_ || sum_at_ + sum_run_ < order_.size() ||
-                    (sum_run_ > 0 && sum_turn_ + 1 < circle_.ranks);
-  const bool idle = parts_out() && !sums && parts_again_.empty() && sums_again_.empty();
+Time Transfer::next_send_time(Time now) const {
+  const bool sums = sum_run_position_ < sum_run_length_ ||
+                    sum_run_start_ + sum_run_length_ < sum_order_.size() ||
+                    (sum_run_length_ > 0 && sum_turn_ + 1 < rail_.ranks);
+  const bool idle = all_parts_sent() && !sums && part_repairs_.empty() && sum_repairs_.empty();
   if (!may_send() || idle) return Time::max();
-  const double lacks = burst() - credit_;
-  return lacks <= 0 ? now : now + Time(static_cast<int64_t>(1e9 * lacks / job_.rate));
+  const double missing_credit = burst_bytes() - credit_;
+  return missing_credit <= 0 ? now
+                             : now + Time(static_cast<int64_t>(1e9 * missing_credit / job_.rate));
 }
 
-bool Transfer::over(Time now) const {
+bool Transfer::is_finished(Time now) const {
   if (!moving_) return false;
-  if (have_.all() || now >= began_ + job_.end) return summed_.all();
+  if (have_sums_.all() || now >= clock_start_ + job_.total_time) return summed_.all();
   if (!summed_.all()) return false;
-  for (int r = 0; r < circle_.ranks; ++r) {
-    const Stream& stream = sums_[static_cast<size_t>(r)];
-    if (r != circle_.rank && stream.lacks > 0 && !given_up(sums_, r, now)) return false;
+  for (int r = 0; r < rail_.ranks; ++r) {
+    const Stream& stream = sum_streams_[static_cast<size_t>(r)];
+    if (r != rail_.rank && stream.missing > 0 && !is_given_up(sum_streams_, r, now)) return false;
   }
   return true;
 }
 
-Report Transfer::report(Time now) const {
-  const auto us = std::chrono::duration_cast<std::chrono::microseconds>(now - began_).count();
-  const double led_us = 1e6 * led_ / job_.rate;
+RankReport Transfer::report(Time now) const {
+  const auto us = std::chrono::duration_cast<std::chrono::microseconds>(now - clock_start_).count();
+  const double led_us = 1e6 * lead_sent_ / job_.rate;
   return {static_cast<uint32_t>(expected_), static_cast<uint32_t>(lost_),
-          static_cast<uint32_t>(scaled_), static_cast<uint32_t>(static_cast<double>(us) + led_us), 0};
+          static_cast<uint32_t>(scaled_), static_cast<uint32_t>(static_cast<double>(us) + led_us),
+          0};
 }
 
 }  // namespace fsccl::datagram

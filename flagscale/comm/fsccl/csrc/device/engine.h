@@ -1,26 +1,26 @@
-// Collectives of a group whose ranks form clusters by native library: the native library inside a
-// cluster, host memory between clusters.
+// Collectives of a group whose ranks are divided into clusters by native library: the native
+// library inside a cluster, host memory between clusters.
 //
-// It has the face of Group (core/group.h), with pointers into the memory of its device, so that the
-// torch side calls either. What crosses between clusters does not depend on what is inside them:
-// ranks on GPUs and ranks on CPUs take part in the same operation, each in its own cluster.
+// A cluster is the set of ranks that one native library joins. What crosses between clusters does
+// not depend on their libraries: ranks on GPUs and ranks on CPUs take part in the same operation,
+// each in its own cluster.
 //
-// A cluster of a ranks cuts what crosses into a equal intervals, and rank i owns interval i. The
-// owner of an interval in one cluster exchanges with the owners in another what the two cuts have
-// in common, so every byte crosses once and every rank's link to its host is used. Large buffers
-// are cut in chunks; begin(k) reduces chunk k inside and sends it off, end(k) takes what came for
-// it, sums and spreads it inside, and begin(k+2) comes before end(k): two chunks cross at a time.
+// A cluster of a ranks divides the data that crosses into a equal intervals, and rank i owns
+// interval i. The owner of an interval in one cluster exchanges with the owners in another the
+// intersection of their intervals, so every byte crosses once and every rank's link to its host is
+// used. Large buffers are cut into chunks; begin(k) reduces chunk k inside the cluster and sends
+// it, end(k) receives the other clusters' data of it, reduces and gathers it inside, and begin(k+2)
+// comes before end(k): two chunks cross at a time.
 //
-// Sums: the partial sums of the clusters are folded in the order of clusters by every owner, by
-// operations that round alike everywhere (combine.h), and spread from there: all ranks get the
-// same bits.
+// Reductions: the partial results of the clusters are reduced in the order of clusters by every
+// owner, with operations that round equally everywhere (tensor_reduce.h), and gathered from there:
+// all ranks get the same bits.
 //
 // Where up to eight ranks, all of one host, are on GPUs that have the kernels, one kernel does
-// operations of equal parts (host_kernels.h), of what it can reduce, until what crosses the bus
-// takes longer than the steps it saves. Others of at most tiny_bytes a rank take neither pipes nor
-// the native library either: every rank writes its part on the board and reads everyone's.
-//
-// One thread at a time.
+// operations of equal parts (host_memory_kernels.h) and of types it can reduce, up to the size at
+// which the bus takes longer than the steps that the kernel saves. Other operations of at most
+// tiny_bytes per rank take neither pipes nor the native library either: every rank writes its part
+// to the control block and reads all parts.
 #pragma once
 
 #include <map>
@@ -30,140 +30,145 @@
 #include <vector>
 
 #include "../core/group.h"
-#include "arena.h"
-#include "board.h"
-#include "host_kernels.h"
-#include "mates.h"
+#include "host_memory_kernels.h"
+#include "local_communicator.h"
 #include "pipe.h"
-#include "tracks.h"
+#include "scratch_allocator.h"
+#include "shared_control_block.h"
+#include "streams.h"
 
 namespace fsccl {
 
-class Engine {
+// Pointers of the collectives are into the memory of the streams' device. One thread at a time
+// calls them; methods that any thread may call are marked.
+class DeviceEngine final : public Collectives {
  public:
-  // Makes the tracks, given whom to ask while a word is awaited.
-  using MakeTracks = std::function<std::unique_ptr<Tracks>(std::function<void(int peer)> look)>;
+  // Makes the streams, given what to call while a word of a peer is waited for.
+  using MakeStreams = std::function<std::unique_ptr<Streams>(std::function<void(int peer)>)>;
   // Makes the native library's backend for the group's cluster number `cluster`, which has these
   // ranks and this one at `index`.
-  using MakeNative =
-      std::function<Mates::Backend(int cluster, int index, const std::vector<int>& ranks)>;
+  using MakeNative = std::function<LocalCommunicator::Backend(int cluster, int index,
+                                                              const std::vector<int>& ranks)>;
 
   // Waits for all ranks. Throws Error.
-  Engine(std::shared_ptr<Group> group, const MakeTracks& tracks, const MakeNative& native,
-         const Deadline& d);
-  ~Engine();
+  DeviceEngine(std::shared_ptr<Group> group, const MakeStreams& make_streams,
+               const MakeNative& make_native, const Deadline& d);
+  ~DeviceEngine();
 
-  void all_reduce(const void* in, void* out, size_t count, const Reduction& r, const Deadline& d);
+  void all_reduce(const void* in, void* out, size_t count, const Reduction& r,
+                  const Deadline& d) override;
   void reduce(const void* in, void* out, size_t count, const Reduction& r, int root,
-              const Deadline& d);
+              const Deadline& d) override;
   void reduce_scatter(const BufferLists& in, const BufferList& out, const Reduction& r,
-                      const Deadline& d);
+                      const Deadline& d) override;
   void all_gather(const BufferList& in, const BufferLists& out, const Deadline& d,
-                  size_t width = 1);
-  void broadcast(const BufferList& buffer, int root, const Deadline& d);
-  void gather(const BufferList& in, const BufferLists& out, int root, const Deadline& d);
-  void scatter(const BufferLists& in, const BufferList& out, int root, const Deadline& d);
-  void all_to_all(const BufferLists& send, const BufferLists& recv,
-                  const Deadline& d);
-  // Of groups without devices: the group's barrier, in the order of operations here.
-  void barrier(const Deadline& d);
+                  size_t width) override;
+  void broadcast(const BufferList& buffer, int root, const Deadline& d) override;
+  void gather(const BufferList& in, const BufferLists& out, int root, const Deadline& d) override;
+  void scatter(const BufferLists& in, const BufferList& out, int root, const Deadline& d) override;
+  void all_to_all(const BufferLists& send, const BufferLists& recv, const Deadline& d) override;
+  // In groups without devices: the group's barrier, in the order of operations here.
+  void barrier(const Deadline& d) override;
 
-  Tracks& tracks() { return *tracks_; }
+  Streams& streams() { return *streams_; }
   Group& group() { return *group_; }
 
-  // Throws if a rank of this host has ended, or somebody failed. Any thread.
-  void look() const;
+  // Throws if a rank of this host has ended or the group has failed. Any thread.
+  void check_peers() const;
   // Ends what waits in the native library or in a kernel. Any thread.
   void abort();
-  bool abandoned() const { return mates_->abandoned(); }  // see Mates
+  // See LocalCommunicator.
+  bool abandoned() const { return local_->abandoned(); }
   bool has_kernels() const { return kernels_ != nullptr; }
-  // Throws what a kernel has found out. Any thread.
+  // Throws the error of a kernel. Any thread.
   void check_kernels() const {
     if (kernels_) kernels_->check();
   }
-  // Tells everyone on this host, ends the native library, fails the group; throws.
-  [[noreturn]] void fail(const char* what, uint64_t sequence, const Error& why);
+  // Reports the error to all ranks of this host, ends the native library's calls, fails the group,
+  // and throws. Any thread.
+  [[noreturn]] void fail(const char* operation, uint64_t sequence, const Error& error);
   void shutdown();
 
  private:
-  struct Stage;
+  struct PipelineChunk;
   using Tensors = std::vector<at::Tensor>;
 
-  static constexpr size_t kLag = 2;
+  static constexpr size_t kChunksInFlight = 2;
 
   template <class F>
-  void operation(OpCard card, const Deadline& d, F&& body);
+  void run_operation(CollectiveFingerprint fingerprint, const Deadline& d, F&& body);
   template <class Begin, class End>
-  void pipeline(size_t chunks, Begin&& begin, End&& end);
+  void run_pipelined(size_t chunks, Begin&& begin, End&& end);
 
-  void open_board(const Deadline& d);
+  void open_control_block(const Deadline& d);
   void open_kernels(const Deadline& d);
-  bool by_kernel(nvlink::Collective what, const Tensors& in, const Tensors& out,
-                 const Reduction& r, const OpCard& card, int root = 0);
-  bool near(int rank) const;
-  void look_for(int peer);
-  Error explain(const Error& e);
-  void log(const OpCard& card, const char* algorithm) const;
+  bool run_as_kernel(nvlink::Collective collective, const Tensors& in, const Tensors& out,
+                     const Reduction& r, const CollectiveFingerprint& fingerprint, int root = 0);
+  bool is_same_host(int rank) const;
+  void check_wait(int peer);
+  Error attribute_error(const Error& error);
+  void log_algorithm(const CollectiveFingerprint& fingerprint, const char* algorithm) const;
 
   size_t size_of(int cluster) const { return clusters_.ranks[static_cast<size_t>(cluster)].size(); }
   int rank_of(int cluster, size_t i) const {
     return clusters_.ranks[static_cast<size_t>(cluster)][i];
   }
-  size_t mine() const { return static_cast<size_t>(clusters_.index); }
-  bool bridged() const { return clusters_.count() > 1; }
-  bool one_host() const;
-  bool tiny(size_t bytes) const;
+  size_t own_index() const { return static_cast<size_t>(clusters_.own_index); }
+  bool has_other_clusters() const { return clusters_.count() > 1; }
+  bool is_single_host() const;
+  bool is_tiny(size_t bytes) const;
   int cluster_of(int rank) const;
-  // Elements a step moves of `count`, of which at most a slot lies in a part of 1/parts.
-  size_t chunk_of(size_t count, size_t width, size_t parts) const;
-  size_t smallest_cluster() const;
+  size_t chunk_elements(size_t count, size_t width, size_t parts) const;
+  size_t smallest_cluster_size() const;
 
-  Pipe& to(int peer);
-  Pipe& from(int peer);
+  Pipe& send_pipe(int peer);
+  Pipe& receive_pipe(int peer);
 
-  at::Tensor memory(const void* data, size_t count, at::ScalarType type) const;
-  Tensors memories(const BufferLists& list, at::ScalarType type) const;
-  at::Tensor share(const at::Tensor& part, size_t stride);
-  Tensors rows(const at::Tensor& shared, size_t stride, size_t bytes) const;
+  at::Tensor wrap_memory(const void* data, size_t count, at::ScalarType type) const;
+  Tensors wrap_buffers(const BufferLists& list, at::ScalarType type) const;
+  at::Tensor exchange_tiny(const at::Tensor& part, size_t stride);
+  Tensors tiny_parts(const at::Tensor& exchanged, size_t stride, size_t bytes) const;
 
-  void reduce_over(const at::Tensor& in, const at::Tensor& out, const Reduction& r, int root,
-                   const OpCard& card);
-  void reduce_begin(Stage& s, const at::Tensor& in, const Reduction& r, int to);
-  void reduce_end(Stage& s, const at::Tensor& out, const Reduction& r, int root);
+  void reduce_tensor(const at::Tensor& in, const at::Tensor& out, const Reduction& r, int root,
+                     const CollectiveFingerprint& fingerprint);
+  void begin_reduce(PipelineChunk& c, const at::Tensor& in, const Reduction& r, int to_cluster);
+  void end_reduce(PipelineChunk& c, const at::Tensor& out, const Reduction& r, int root);
   void reduce_scatter_tiny(const Tensors& parts, const at::Tensor& out, const Reduction& r);
-  void scatter_begin(Stage& s, const Tensors& in, size_t lo, size_t window, const Reduction& r);
-  void scatter_end(Stage& s, const Tensors& in, const at::Tensor& out, size_t lo, size_t window,
-                   const Reduction& r);
-  void gather_begin(Stage& s, const Tensors& out, size_t lo, size_t window);
-  void gather_end(Stage& s, const Tensors& out, size_t lo, size_t window);
-  void unpack(const at::Tensor& packed, const Tensors& out, int cluster, size_t lo, size_t window);
-  void broadcast_from(const at::Tensor& buffer, int root);
-  void exchange_pairs(const OpCard& card, const BufferLists& send,
+  void begin_reduce_scatter(PipelineChunk& c, const Tensors& in, size_t lo, size_t window,
+                            const Reduction& r);
+  void end_reduce_scatter(PipelineChunk& c, const Tensors& in, const at::Tensor& out, size_t lo,
+                          size_t window, const Reduction& r);
+  void begin_all_gather(PipelineChunk& c, const Tensors& out, size_t lo, size_t window);
+  void end_all_gather(PipelineChunk& c, const Tensors& out, size_t lo, size_t window);
+  void unpack_window(const at::Tensor& packed, const Tensors& out, int cluster, size_t lo,
+                     size_t window);
+  void broadcast_pipelined(const at::Tensor& buffer, int root);
+  void exchange_pairs(const CollectiveFingerprint& operation, const BufferLists& send,
                       const BufferLists& recv, const Deadline& d);
-  void expect_own(const BufferList& sent, const BufferList& expected) const;
-  void exchange_inside(const Tensors& send, const Tensors& recv);
-  void exchange_outside(const Tensors& send, const Tensors& recv);
+  void check_own_part(const BufferList& send, const BufferList& recv) const;
+  void exchange_within_cluster(const Tensors& send, const Tensors& recv);
+  void exchange_across_clusters(const Tensors& send, const Tensors& recv);
 
   std::shared_ptr<Group> group_;
   const Settings& config_;
-  Clusters clusters_;
-  std::vector<Identity> who_;
+  RankPartition clusters_;
+  std::vector<Identity> identities_;
   int rank_;
-  bool enqueued_ = true;  // on all ranks: their devices have streams
-  std::unique_ptr<Tracks> tracks_;
-  std::unique_ptr<Board> board_;
-  std::shared_ptr<void> board_memory_;
-  std::unique_ptr<HostKernels> kernels_;
-  std::unique_ptr<Mates> mates_;
-  std::unique_ptr<Arena> arena_;
-  std::map<int, Pipe> out_, in_;
-  mutable std::mutex trouble_mutex_;
-  std::unique_ptr<Error> trouble_;  // the courier's
+  bool all_on_devices_ = true;
+  std::unique_ptr<Streams> streams_;
+  std::unique_ptr<SharedControlBlock> control_block_;
+  std::shared_ptr<void> control_block_registration_;
+  std::unique_ptr<HostMemoryKernels> kernels_;  // null: GPUs or settings do not allow them
+  std::unique_ptr<LocalCommunicator> local_;
+  std::unique_ptr<ScratchAllocator> scratch_;
+  std::map<int, Pipe> send_pipes_, receive_pipes_;  // by peer
+  mutable std::mutex proxy_error_mutex_;
+  std::unique_ptr<Error> proxy_error_;
   uint64_t sequence_ = 0;
-  uint32_t step_ = 0;  // of the board
-  bool left_ = false;
-  Deadline deadline_ = Deadline::after(Deadline::Ms(0));
-  std::unique_ptr<Courier> courier_;  // ends first
+  uint32_t exchange_step_ = 0;  // of tiny data
+  bool shut_down_ = false;
+  Deadline deadline_ = Deadline::after(Deadline::Ms(0));  // of the current operation
+  std::unique_ptr<ProxyThread> proxy_;                    // destroyed first
 };
 
 }  // namespace fsccl

@@ -2,58 +2,61 @@
 
 namespace fsccl {
 
-size_t Ring::bytes(size_t slot_bytes) { return kWords + kSlots * slot_bytes; }
+size_t Ring::bytes(size_t slot_bytes) { return kHeaderBytes + kSlots * slot_bytes; }
 
-Ring::Ring(Segment segment, size_t slot_bytes, Tracks& tracks)
+Ring::Ring(Segment segment, size_t slot_bytes, Streams& streams)
     : segment_(std::move(segment)), slot_bytes_(slot_bytes) {
-  adopted_ = tracks.adopt(segment_.data(), segment_.bytes());
+  registration_ = streams.register_host_memory(segment_.data(), segment_.bytes());
 }
 
+// A word has two cache lines of its own, because processors fetch lines in pairs.
 Word& Ring::word(size_t i) const {
   return *reinterpret_cast<Word*>(segment_.data() + i * 2 * kCacheLine);
 }
 
 std::byte* Ring::slot(uint32_t n) const {
-  return segment_.data() + kWords + static_cast<size_t>(n % kSlots) * slot_bytes_;
+  return segment_.data() + kHeaderBytes + static_cast<size_t>(n % kSlots) * slot_bytes_;
 }
 
 at::Tensor Pipe::slot_tensor(size_t bytes) const {
   return at::from_blob(ring_->slot(count_), {static_cast<int64_t>(bytes)}, at::kByte);
 }
 
-void Pipe::put(Tracks& tracks, const at::Tensor& bytes) {
+void Pipe::send(Streams& streams, const at::Tensor& bytes) {
   if (count_ >= Ring::kSlots) {
-    tracks.await(Track::kOut, ring_->taken(), count_ + 1 - Ring::kSlots, peer_);
+    streams.wait_word(StreamId::kToHost, ring_->consumed(), count_ + 1 - Ring::kSlots, peer_);
   }
   {
-    const OnTrack out(tracks, Track::kOut);
+    const StreamScope to_host(streams, StreamId::kToHost);
     slot_tensor(bytes.nbytes()).copy_(bytes, /*non_blocking=*/true);
   }
-  if (!tracks.stream(Track::kOut)) {  // a device fills the slot later, when it may not be free yet
-    ring_->size(count_).store(static_cast<uint32_t>(bytes.nbytes()), std::memory_order_relaxed);
+  // A device fills the slot later than now, when the slot may not be free yet.
+  if (!streams.stream(StreamId::kToHost)) {
+    ring_->message_bytes(count_).store(static_cast<uint32_t>(bytes.nbytes()),
+                                       std::memory_order_relaxed);
   }
-  tracks.signal(Track::kOut, ring_->posted(), ++count_);
-  if (courier_ != nullptr) courier_->send(peer_, ring_, count_ - 1, bytes.nbytes());
+  streams.write_word(StreamId::kToHost, ring_->posted(), ++count_);
+  if (proxy_ != nullptr) proxy_->send(peer_, ring_, count_ - 1, bytes.nbytes());
 }
 
 void Pipe::check_size(size_t expected) const {
-  const size_t found = ring_->size(count_).load(std::memory_order_relaxed);
-  if (found == expected || found == kUntold) return;
+  const size_t actual = ring_->message_bytes(count_).load(std::memory_order_relaxed);
+  if (actual == expected || actual == kUnknownSize) return;
   throw Error(Fault::kMismatch, peer_,
-              name_ + " sends " + std::to_string(found) + " bytes where this rank expects " +
+              peer_name_ + " sends " + std::to_string(actual) + " bytes where this rank expects " +
                   std::to_string(expected));
 }
 
-void Pipe::take(Tracks& tracks, const at::Tensor& bytes) {
-  if (courier_ != nullptr) courier_->receive(peer_, ring_, count_, bytes.nbytes());
-  tracks.await(Track::kIn, ring_->posted(), count_ + 1, peer_);
-  // A device takes later than this, when the sender may have written of other messages.
-  if (shared() && !tracks.stream(Track::kIn)) check_size(bytes.nbytes());
+void Pipe::receive(Streams& streams, const at::Tensor& bytes) {
+  if (proxy_ != nullptr) proxy_->receive(peer_, ring_, count_, bytes.nbytes());
+  streams.wait_word(StreamId::kFromHost, ring_->posted(), count_ + 1, peer_);
+  // A device receives later than now, when the sender may have written sizes of other messages.
+  if (shared() && !streams.stream(StreamId::kFromHost)) check_size(bytes.nbytes());
   {
-    const OnTrack in(tracks, Track::kIn);
+    const StreamScope from_host(streams, StreamId::kFromHost);
     bytes.copy_(slot_tensor(bytes.nbytes()), /*non_blocking=*/true);
   }
-  tracks.signal(Track::kIn, ring_->taken(), ++count_);
+  streams.write_word(StreamId::kFromHost, ring_->consumed(), ++count_);
 }
 
 }  // namespace fsccl

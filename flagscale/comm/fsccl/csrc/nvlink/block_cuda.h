@@ -1,7 +1,8 @@
-// A block of CUDA threads, see access.h. Needs no header of CUDA's, so that NVRTC can compile it.
+// A block of CUDA threads, the `B` of block_primitives.h. Needs no header of CUDA's, so that NVRTC
+// can compile it.
 #pragma once
 
-#include "access.h"
+#include "block_primitives.h"
 
 namespace fsccl {
 namespace nvlink {
@@ -14,9 +15,9 @@ class CudaBlock {
   FSCCL_FN u32 threads() const { return blockDim.x; }
   FSCCL_FN u32 channel() const { return blockIdx.x; }
   FSCCL_FN u32 channels() const { return gridDim.x; }
-  // What came before on the stream is over after this: a kernel launched early (device.h) begins
-  // when the one before lets it. Then lets the next begin, which waits here.
-  FSCCL_FN void follow() {
+  // Waits until the previous kernel of the stream has ended: a kernel launched early (device.h)
+  // begins before that. Then lets the next kernel begin, which waits here.
+  FSCCL_FN void wait_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -36,12 +37,13 @@ class CudaBlock {
     *reinterpret_cast<W*>(to) = value;
   }
 
-  // Release and acquire at system scope. What other threads of the block wrote before a barrier
-  // of the block is released too, and what one thread acquired all have after the next barrier.
-  FSCCL_FN void post(u32* flag, u32 step) {
+  // Release and acquire at system scope. Writes of other threads of the block before a barrier of
+  // the block are released, too, and after the next barrier all threads see the data that one has
+  // acquired.
+  FSCCL_FN void post_flag(u32* flag, u32 step) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(step) : "memory");
   }
-  FSCCL_FN u32 seen(const u32* flag) {
+  FSCCL_FN u32 load_flag(const u32* flag) {
     u32 step;
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(step) : "l"(flag) : "memory");
     return step;
@@ -59,8 +61,8 @@ class CudaBlock {
                  : "memory");
   }
 
-  // A thread's 16 bytes of a bundle. That lines stay whole needs all threads of a warp to do this
-  // by one instruction, so they come together before it.
+  // A thread's 16 bytes of a bundle. Lines stay whole only if all threads of a warp access them by
+  // one instruction, so they synchronize before it.
   struct Share {
     u64 word[2];
   };
@@ -77,12 +79,12 @@ class CudaBlock {
   }
   FSCCL_FN u32 warp_or(u32 bits) { return __reduce_or_sync(~0u, bits); }
 
-  FSCCL_FN u32 peek(const u32* word) {
+  FSCCL_FN u32 load_host(const u32* word) {
     u32 value;
     asm volatile("ld.relaxed.sys.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
     return value;
   }
-  FSCCL_FN void poke(u32* word, u32 value) {
+  FSCCL_FN void store_host(u32* word, u32 value) {
     asm volatile("st.relaxed.sys.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
   }
   FSCCL_FN u64 nanoseconds() {

@@ -10,7 +10,7 @@
 #include "../cuda/driver.h"
 #include "device.h"
 #include "nvml.h"
-#include "plan.h"
+#include "kernel_plan.h"
 
 namespace fsccl {
 namespace nvlink {
@@ -19,26 +19,27 @@ namespace {
 using cuda::check;
 using cuda::driver;
 
-// One handle may be opened only once in a process, and ranks may be threads of one process.
-struct Shared {
-  u64 process;  // by chance: process numbers repeat in other containers
+// A handle of memory. One may be opened only once in a process, and ranks may be threads of one
+// process.
+struct MemoryHandle {
+  u64 process;  // random, because process numbers repeat in other containers
   u64 base;
-  cuda::IpcHandle handle;
+  cuda::IpcHandle ipc;
 };
 
 u64 this_process() {
-  static const u64 number = (u64{std::random_device{}()} << 32) ^ std::random_device{}() ^
-                            static_cast<u64>(getpid());
+  static const u64 number =
+      (u64{std::random_device{}()} << 32) ^ std::random_device{}() ^ static_cast<u64>(getpid());
   return number;
 }
 
-Shared parse(const std::string& text) {
-  Shared shared;
-  if (text.size() != sizeof shared) {
+MemoryHandle parse_handle(const std::string& text) {
+  MemoryHandle handle;
+  if (text.size() != sizeof handle) {
     throw Error(Fault::kSystem, -1, "NVLink engine: memory that another version shares");
   }
-  memcpy(&shared, text.data(), sizeof shared);
-  return shared;
+  memcpy(&handle, text.data(), sizeof handle);
+  return handle;
 }
 
 cuda::DevicePointer pointer(const char* at) { return reinterpret_cast<cuda::DevicePointer>(at); }
@@ -51,10 +52,11 @@ class CudaDevice : public Device {
     check(driver().device_uuid(&uuid_, device_), "asking for the device's identity");
     int version = 0, major = 0;
     check(driver().version(&version), "asking for the driver's version");
-    check(driver().device_attribute(&major, cuda::kDeviceMajor, device_), "asking for what it can");
+    check(driver().device_attribute(&major, cuda::kDeviceMajor, device_),
+          "asking for the compute capability");
     can_launch_early_ = version >= cuda::kLaunchEarlyVersion && major >= 9;
     check(driver().context_retain(&context_, device_), "the device's context");
-    const Current here(context_);
+    const CurrentContext current(context_);
     check(driver().stream_create(&stream_, cuda::kStreamNonBlocking), "making a stream");
     check(driver().event_create(&event_, cuda::kEventDisableTiming), "making an event");
     for (const auto& [unit, cubin] : cubins) {
@@ -64,9 +66,9 @@ class CudaDevice : public Device {
 
   std::string identity() override { return std::string(uuid_.bytes, sizeof uuid_.bytes); }
 
-  // Of a GPU that this process does not see (CUDA_VISIBLE_DEVICES) NVML is asked. What nobody
-  // knows is taken for no NVLink: over PCIe lines may arrive in parts, and nobody would notice.
-  bool linked(const std::string& identity) override {
+  // NVML is queried about a GPU that this process does not see (CUDA_VISIBLE_DEVICES). An unknown
+  // link is taken for no NVLink: over PCIe lines may arrive in parts, which nothing would detect.
+  bool has_nvlink_to(const std::string& identity) override {
     int count = 0;
     check(driver().device_count(&count), "counting devices");
     for (int i = 0; i < count; ++i) {
@@ -75,16 +77,16 @@ class CudaDevice : public Device {
       check(driver().device_get(&other, i), "finding a device");
       check(driver().device_uuid(&uuid, other), "asking for a device's identity");
       if (identity != std::string(uuid.bytes, sizeof uuid.bytes) || other == device_) continue;
-      check(driver().device_pair(&atomics, cuda::kPairAtomics, device_, other),
+      check(driver().device_p2p_attribute(&atomics, cuda::kNativeAtomics, device_, other),
             "asking how devices are connected");
       return atomics != 0;
     }
     const std::string own = this->identity();
-    return identity == own || link_between(own, identity) == Link::kNvlink;
+    return identity == own || query_link(own, identity) == Link::kNvlink;
   }
 
   char* allocate(u64 bytes) override {
-    const Current here(context_);
+    const CurrentContext current(context_);
     cuda::DevicePointer at = 0;
     check(driver().memory_allocate(&at, bytes), "allocating memory");
     auto* const memory = reinterpret_cast<char*>(at);
@@ -93,142 +95,145 @@ class CudaDevice : public Device {
   }
 
   void clear(char* at, u64 bytes, const Stream* after) override {
-    const Current here(context_);
-    if (after != nullptr) order(*after, stream_);
+    const CurrentContext current(context_);
+    if (after != nullptr) order_streams(*after, stream_);
     check(driver().memory_set(pointer(at), 0, bytes, stream_), "clearing memory");
     check(driver().stream_synchronize(stream_), "clearing memory");
   }
 
-  std::string share(const char* at, u64* offset) override {
-    const Current here(context_);
-    Shared shared{};
+  std::string export_memory(const char* at, u64* offset) override {
+    const CurrentContext current(context_);
+    MemoryHandle handle{};
     cuda::DevicePointer base = 0;
     size_t size = 0;
     check(driver().memory_range(&base, &size, pointer(at)), "looking up memory");
-    check(driver().ipc_get(&shared.handle, base),
+    check(driver().ipc_get(&handle.ipc, base),
           "sharing memory with other processes (memory of an expandable segment cannot be)");
-    shared.process = this_process();
-    shared.base = base;
+    handle.process = this_process();
+    handle.base = base;
     *offset = pointer(at) - base;
-    return std::string(reinterpret_cast<const char*>(&shared), sizeof shared);
+    return std::string(reinterpret_cast<const char*>(&handle), sizeof handle);
   }
 
-  bool own(const std::string& text) override { return parse(text).process == this_process(); }
+  bool is_own_memory(const std::string& text) override {
+    return parse_handle(text).process == this_process();
+  }
 
-  char* open(const std::string& text) override {
-    const Shared shared = parse(text);
-    if (shared.process == this_process()) return reinterpret_cast<char*>(shared.base);
-    std::lock_guard<std::mutex> hold(opened_mutex());
-    Opened& it = opened()[{context_, text}];
-    if (it.at == nullptr) {
-      const Current here(context_);
+  char* import_memory(const std::string& text) override {
+    const MemoryHandle handle = parse_handle(text);
+    if (handle.process == this_process()) return reinterpret_cast<char*>(handle.base);
+    std::lock_guard<std::mutex> lock(mapped_memory_mutex());
+    MappedMemory& mapping = mapped_memory()[{context_, text}];
+    if (mapping.address == nullptr) {
+      const CurrentContext current(context_);
       cuda::DevicePointer mapped = 0;
-      check(driver().ipc_open(&mapped, shared.handle, cuda::kIpcLazyPeerAccess),
+      check(driver().ipc_open(&mapped, handle.ipc, cuda::kIpcLazyPeerAccess),
             "mapping a peer's memory");
-      it.at = reinterpret_cast<char*>(mapped);
+      mapping.address = reinterpret_cast<char*>(mapped);
     }
-    ++it.users;
-    return it.at;
+    ++mapping.users;
+    return mapping.address;
   }
 
-  void close(const std::string& text) override {
-    if (own(text)) return;
-    std::lock_guard<std::mutex> hold(opened_mutex());
-    const auto found = opened().find({context_, text});
-    if (found == opened().end() || --found->second.users > 0) return;
-    const Current here(context_);
-    const cuda::DevicePointer mapped = pointer(found->second.at);
-    opened().erase(found);
+  void release_memory(const std::string& text) override {
+    if (is_own_memory(text)) return;
+    std::lock_guard<std::mutex> lock(mapped_memory_mutex());
+    const auto mapping = mapped_memory().find({context_, text});
+    if (mapping == mapped_memory().end() || --mapping->second.users > 0) return;
+    const CurrentContext current(context_);
+    const cuda::DevicePointer mapped = pointer(mapping->second.address);
+    mapped_memory().erase(mapping);
     check(driver().ipc_close(mapped), "giving back a peer's memory");
   }
 
-  char* host_memory(u64 bytes) override {
-    const Current here(context_);
+  char* allocate_host(u64 bytes) override {
+    const CurrentContext current(context_);
     void* at = nullptr;
-    check(driver().host_allocate(&at, bytes, cuda::kHostPortableMapped),
-          "allocating host memory");
+    check(driver().host_allocate(&at, bytes, cuda::kHostPortableMapped), "allocating host memory");
     memset(at, 0, bytes);
     return static_cast<char*>(at);
   }
 
-  // Loads the code now: at the first launch it could wait for kernels that wait for peers.
-  Function function(const std::string& name) override {
+  // Loads the code now: at the first launch that could wait for kernels that wait for peers.
+  Function find_kernel(const std::string& name) override {
     const auto module = modules_.find(unit_of(name));
     if (module == modules_.end()) return nullptr;
-    const Current here(context_);
-    void* found = nullptr;
+    const CurrentContext current(context_);
+    void* function = nullptr;
     const std::string symbol = "fsccl_" + name;
-    if (driver().module_function(&found, module->second, symbol.c_str()) != cuda::kSuccess) {
+    if (driver().module_function(&function, module->second, symbol.c_str()) != cuda::kSuccess) {
       return nullptr;
     }
-    check(driver().function_load(found), "loading a kernel");
-    return found;
+    check(driver().function_load(function), "loading a kernel");
+    return function;
   }
 
-  void launch(Function f, u32 blocks, u32 threads, const Args& args, Stream stream,
+  void launch(Function f, u32 blocks, u32 threads, const KernelArgs& args, Stream stream,
               bool early) override {
-    const Current here(context_);
-    void* parameters[] = {const_cast<Args*>(&args)};
+    const CurrentContext current(context_);
+    void* parameters[] = {const_cast<KernelArgs*>(&args)};
     cuda::LaunchAttribute attribute{};
     attribute.id = cuda::kLaunchEarly;
     attribute.allowed = 1;
     const unsigned attributes = early && can_launch_early_ ? 1 : 0;
-    const cuda::LaunchConfig config{
-        {blocks, 1, 1}, {threads, 1, 1}, 0, stream, &attribute, attributes};
+    const cuda::LaunchConfig config{{blocks, 1, 1}, {threads, 1, 1}, 0,
+                                    stream,         &attribute,      attributes};
     check(driver().launch(&config, f, parameters, nullptr), "launching a kernel");
   }
 
-  // Nothing can be ordered across the edge of a graph's capture; a program that captures must have
-  // waited for what came before, as with any other library.
-  void order(Stream earlier, Stream later) override {
-    const Current here(context_);
+  // Streams cannot be ordered across the edge of a graph's capture; a program that captures must
+  // have waited for earlier operations, as with any other library.
+  void order_streams(Stream earlier, Stream later) override {
+    const CurrentContext current(context_);
     int before = cuda::kCaptureNone, after = cuda::kCaptureNone;
     if (driver().stream_capturing(earlier, &before) != cuda::kSuccess) return;
     if (driver().stream_capturing(later, &after) != cuda::kSuccess || before != after) return;
-    std::lock_guard<std::mutex> hold(ordering_);
+    std::lock_guard<std::mutex> lock(event_mutex_);
     check(driver().event_record(event_, earlier), "recording an event");
     check(driver().stream_wait(later, event_, 0), "waiting for an event");
   }
 
-  bool idle(Stream stream) override {
-    const Current here(context_);
-    int capture = cuda::kCaptureNone;  // of a stream that captures nothing must be asked
+  bool is_idle(Stream stream) override {
+    const CurrentContext current(context_);
+    int capture = cuda::kCaptureNone;  // a stream that captures must not be queried
     if (driver().stream_capturing(stream, &capture) != cuda::kSuccess) return true;
     return capture != cuda::kCaptureNone || driver().stream_query(stream) != cuda::kNotReady;
   }
 
  private:
-  // A thread that has made no call of CUDA's runtime yet has no context.
-  class Current {
+  // Makes the context current for a scope. A thread that has made no call of CUDA's runtime yet has
+  // none.
+  class CurrentContext {
    public:
-    explicit Current(void* wanted) : wanted_(wanted) {
-      check(driver().context_current(&before_), "asking for the context");
-      if (before_ != wanted_) check(driver().context_set(wanted_), "setting the context");
+    explicit CurrentContext(void* context) : context_(context) {
+      check(driver().context_current(&previous_), "asking for the context");
+      if (previous_ != context_) check(driver().context_set(context_), "setting the context");
     }
-    ~Current() {
-      if (before_ != wanted_) driver().context_set(before_);
+    ~CurrentContext() {
+      if (previous_ != context_) driver().context_set(previous_);
     }
 
    private:
-    void* const wanted_;
-    void* before_ = nullptr;
+    void* const context_;
+    void* previous_ = nullptr;
   };
 
-  // Of all devices of the process. Never destroyed: kernels may still run when it ends.
-  struct Opened {
-    char* at = nullptr;
+  // Memory of peers that is mapped, of all devices of the process. Never destroyed: kernels may
+  // still run when the process ends.
+  struct MappedMemory {
+    char* address = nullptr;
     int users = 0;
   };
-  static std::map<std::pair<void*, std::string>, Opened>& opened() {
-    static auto* const it = new std::map<std::pair<void*, std::string>, Opened>;
-    return *it;
+  static std::map<std::pair<void*, std::string>, MappedMemory>& mapped_memory() {
+    static auto* const all = new std::map<std::pair<void*, std::string>, MappedMemory>;
+    return *all;
   }
-  static std::mutex& opened_mutex() {
-    static auto* const it = new std::mutex;
-    return *it;
+  static std::mutex& mapped_memory_mutex() {
+    static auto* const mutex = new std::mutex;
+    return *mutex;
   }
 
-  std::mutex ordering_;
+  std::mutex event_mutex_;
   int device_ = 0;
   cuda::Uuid uuid_{};
   bool can_launch_early_ = false;

@@ -1,11 +1,11 @@
-// Elements in registers: sixteen or eight bytes of them, summed in the order of ranks.
+// Elements in registers: sixteen or eight bytes of them, reduced in the order of ranks.
 //
 // 16-bit floats are summed in float and rounded once; integers wrap; a NaN wins MIN and MAX: the
 // same rules as in core/reduce.cpp, against which the tests compare bit by bit. The kernels are
 // compiled without contraction of a*b+c, which could differ between two of them.
 #pragma once
 
-#include "args.h"
+#include "kernel_args.h"
 #if !defined(__CUDACC__)
 #include "../core/half.h"
 #endif
@@ -85,7 +85,7 @@ struct BFloat16 {
   }
 };
 
-// Which of an integer's and a float's operations a type has.
+// Properties of a type of elements.
 template <class T>
 struct Traits {
   using Wrap = T;
@@ -147,11 +147,11 @@ struct alignas(16) Vec {
   u32 word[4];
 };
 
-// The running sum of one Raw (Vec or u64) of elements E. `Args` says how.
+// The running reduction of one Raw (Vec or u64) of elements E. `KernelArgs` has the operation.
 template <class E, class Raw>
 class Sum {
  public:
-  FSCCL_FN void add(const Args& a, bool first, const Raw& raw) {
+  FSCCL_FN void add(const KernelArgs& a, bool first, const Raw& raw) {
     typename E::Stored next[kCount];
     memcpy(next, &raw, sizeof raw);
     const bool scale = a.math == Math::kPremulSum;
@@ -162,32 +162,32 @@ class Sum {
     }
   }
 
-  FSCCL_FN Raw finish(const Args& a) {
+  FSCCL_FN Raw finish(const KernelArgs& a) {
     if (a.math == Math::kAvg) {
       FSCCL_UNROLL for (int i = 0; i < kCount; ++i) sum_[i] = divide<S>(sum_[i], a.ranks);
     }
     return stored();
   }
 
-  // The same with few instructions, for what is most often asked for: sums of inputs as they are,
-  // of which a mean is taken by a multiplication that is exact.
-  static FSCCL_FN bool plain(const Args& a) {
+  // The same with few instructions, for the most frequent reductions: sums of inputs as they are,
+  // and means whose division is an exact multiplication.
+  static FSCCL_FN bool is_simple(const KernelArgs& a) {
     const bool halves = !Traits<S>::kInteger && (a.ranks & (a.ranks - 1)) == 0;
     return a.math == Math::kSum || (a.math == Math::kAvg && halves);
   }
-  FSCCL_FN void begin_plainly(const Raw& raw) {
+  FSCCL_FN void begin_simple(const Raw& raw) {
     typename E::Stored next[kCount];
     memcpy(next, &raw, sizeof raw);
     FSCCL_UNROLL for (int i = 0; i < kCount; ++i) sum_[i] = E::load(next[i]);
   }
-  FSCCL_FN void add_plainly(const Raw& raw) {
+  FSCCL_FN void add_simple(const Raw& raw) {
     typename E::Stored next[kCount];
     memcpy(next, &raw, sizeof raw);
     FSCCL_UNROLL for (int i = 0; i < kCount; ++i) {
       sum_[i] = combine<S>(sum_[i], E::load(next[i]), Math::kSum);
     }
   }
-  FSCCL_FN Raw finish_plainly(const Args& a) {
+  FSCCL_FN Raw finish_simple(const KernelArgs& a) {
     if constexpr (!Traits<S>::kInteger) {
       if (a.math == Math::kAvg) {
         const S part = S{1} / static_cast<S>(a.ranks);

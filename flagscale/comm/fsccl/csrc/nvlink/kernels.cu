@@ -1,5 +1,5 @@
 // The kernels for the GPU, named fsccl_<algorithm>[_<element>][_<most ranks>]: compiled once for
-// what moves bytes, and once for each element, which nvlink_compile.py lists.
+// those that move bytes, and once for each element in nvlink_compile.py.
 #include "block_cuda.h"
 #include "kernels.h"
 
@@ -7,7 +7,7 @@ using namespace fsccl::nvlink;
 
 #define KERNEL(name, body)                                           \
   extern "C" __global__ void __launch_bounds__(kMaxThreads, 1)       \
-      fsccl_##name(const __grid_constant__ Args a) {                 \
+      fsccl_##name(const __grid_constant__ KernelArgs a) {                 \
     CudaBlock b;                                                     \
     body(b, a);                                                      \
   }

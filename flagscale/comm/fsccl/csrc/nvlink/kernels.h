@@ -1,6 +1,6 @@
-// The list of kernels: X(algorithm) and Y(algorithm, most) move bytes, Y those of so many ranks at
-// most, and X(algorithm, most, suffix, element) reduces elements: code for more ranks would take
-// time and registers from groups that are small.
+// The list of kernels: X(algorithm) and Y(algorithm, most) move bytes, Y among at most so many
+// ranks, and X(algorithm, most, suffix, element) reduces elements. Kernels for more ranks would
+// cost small groups time and registers.
 #pragma once
 
 #include "direct.h"

@@ -3,5 +3,5 @@
 #include "cuda_device.cpp"
 #include "engine.cpp"
 #include "nvml.cpp"
-#include "plan.cpp"
+#include "kernel_plan.cpp"
 #include "python.cpp"

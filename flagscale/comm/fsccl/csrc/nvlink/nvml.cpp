@@ -6,7 +6,7 @@ namespace fsccl {
 namespace nvlink {
 namespace {
 
-// Of nvml.h, which need not be installed.
+// Declarations of nvml.h, which need not be installed.
 using Handle = void*;
 constexpr int kSuccess = 0;
 constexpr int kOverNvlink = 2;  // NVML_P2P_CAPS_INDEX_NVLINK
@@ -51,7 +51,7 @@ std::string name_of(const std::string& identity) {
   return name;
 }
 
-Link link_between(const std::string& one, const std::string& other) {
+Link query_link(const std::string& one, const std::string& other) {
   const Nvml& n = nvml();
   Handle first = nullptr, second = nullptr;
   int status = 0;

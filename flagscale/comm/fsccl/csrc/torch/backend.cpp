@@ -1,4 +1,4 @@
-// The group's life, and how a call becomes a work. The operations are in operations.cpp.
+// Life of a group, and its messages. The collectives are in operations.cpp.
 #include "backend.h"
 
 #include <Python.h>
@@ -12,7 +12,7 @@ namespace fsccl {
 namespace {
 
 GroupConfig group_config(int rank, int size, const TorchBackend::Options& options,
-                         const Native& native) {
+                         const NativeLibrary& native) {
   GroupConfig config;
   config.rank = rank;
   config.size = size;
@@ -27,17 +27,18 @@ GroupConfig group_config(int rank, int size, const TorchBackend::Options& option
     config.settings.pipeline_nelem = static_cast<size_t>(*options.pipeline_nelem);
   }
   if (options.tail) {
-    config.settings.tail.bounded = TailSettings::says_bounded(*options.tail);
-    config.settings.tail.groups.clear();  // this one is meant
+    config.settings.bounded.enabled = BoundedSettings::parse_mode(*options.tail);
+    config.settings.bounded.group_patterns.clear();  // this one is meant
   }
   config.settings.check_pipeline();
   // torch gives the default group, of all ranks, an empty list.
-  if (config.global_ranks.empty()) config.settings.check_clusters(size);
+  if (config.global_ranks.empty()) config.settings.check_node_sizes(size);
   config.native = native;
   return config;
 }
 
-// Threads that end here may want the interpreter for a callback.
+// Releases the interpreter's lock, if this thread has it: threads that end meanwhile may need it
+// for a callback.
 class WithoutGil {
  public:
   WithoutGil() : saved_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
@@ -49,164 +50,100 @@ class WithoutGil {
   PyThreadState* saved_;
 };
 
-struct Living {
+struct LiveBackends {
   std::mutex mutex;
   std::set<TorchBackend*> all;
 };
 
-Living& living() { return per_process<Living>(); }
+LiveBackends& live_backends() { return per_process<LiveBackends>(); }
+
+std::shared_ptr<Group> make_group(c10::intrusive_ptr<c10d::Store> store, GroupConfig config) {
+  try {
+    return std::make_shared<Group>(std::make_unique<TorchStore>(std::move(store)),
+                                   std::move(config));
+  } catch (const Error& e) {
+    std::rethrow_exception(torch_error(e));
+  }
+}
 
 }  // namespace
 
 void TorchBackend::shutdown_all() {
   WithoutGil released;
-  std::unique_lock<std::mutex> hold(living().mutex);
-  const std::vector<TorchBackend*> all(living().all.begin(), living().all.end());
-  for (TorchBackend* one : all) {
-    // One may hold another, of its native cluster, and end it.
-    if (living().all.count(one) == 0) continue;
-    hold.unlock();
-    one->shutdown();
-    hold.lock();
+  std::unique_lock<std::mutex> lock(live_backends().mutex);
+  const std::vector<TorchBackend*> all(live_backends().all.begin(), live_backends().all.end());
+  for (TorchBackend* backend : all) {
+    // One may own another, of its native cluster, and end it.
+    if (live_backends().all.count(backend) == 0) continue;
+    lock.unlock();
+    backend->shutdown();
+    lock.lock();
   }
-  Segment::await_kept(kLastOfDevice);
+  Segment::wait_until_released(Router::kDeviceDrain);
 }
 
 TorchBackend::TorchBackend(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
-                           c10::intrusive_ptr<Options> options, Home home)
+                           c10::intrusive_ptr<Options> options, NativeLibrary native,
+                           DeviceEngine::MakeNative make_native)
     : Backend(rank, size),
       options_(std::move(options)),
-      home_(std::move(home)),
-      executor_(std::make_shared<Executor>()),
-      callbacks_(std::make_shared<Executor>()) {
-  try {
-    group_ = std::make_shared<Group>(std::make_unique<TorchStore>(std::move(store)),
-                                     group_config(rank, size, *options_, home_.native));
-  } catch (const Error& e) {
-    std::rethrow_exception(torch_error(e));
-  }
+      group_(make_group(std::move(store), group_config(rank, size, *options_, native))),
+      callbacks_(std::make_shared<Executor>()),
+      queue_(rank, group_, options_),
+      router_(queue_, std::move(native), std::move(make_native)),
+      bounded_(queue_, router_) {
   init();
-  std::lock_guard<std::mutex> hold(living().mutex);
-  living().all.insert(this);
+  std::lock_guard<std::mutex> lock(live_backends().mutex);
+  live_backends().all.insert(this);
 }
 
 TorchBackend::~TorchBackend() {
   if (group_->forked()) {  // all of it is the parent's, and stays as it is
-    static_cast<void>(engine_.release());
-    static_cast<void>(watch_.release());
-    if (nvlink_) static_cast<void>(nvlink_->release());
-    if (whole_) static_cast<void>(whole_->release());
-    static_cast<void>(cluster_native_.release());
+    router_.leak();
     return;
   }
   WithoutGil released;
   {
-    std::lock_guard<std::mutex> hold(living().mutex);
-    living().all.erase(this);
+    std::lock_guard<std::mutex> lock(live_backends().mutex);
+    live_backends().all.erase(this);
   }
   TorchBackend::shutdown();
 }
 
-void TorchBackend::check_process() const {
-  try {
-    group_->check_process();
-  } catch (const Error& e) {
-    std::rethrow_exception(torch_error(e));
-  }
-}
-
-void TorchBackend::setTimeout(Ms timeout) {
+void TorchBackend::setTimeout(Milliseconds timeout) {
   options_->timeout = timeout;
-  std::lock_guard<std::mutex> hold(device_mutex_);
-  if (whole_ && *whole_) (*whole_)->setTimeout(timeout);
-  if (cluster_native_) cluster_native_->setTimeout(timeout);
-}
-
-void TorchBackend::startCoalescing() { coalescing_ = true; }
-
-TorchBackend::WorkPtr TorchBackend::endCoalescing() {
-  coalescing_ = false;
-  if (const NativePtr native = std::move(coalescing_native_)) {
-    if (WorkPtr work = native->endCoalescing()) collected_.push_back(std::move(work));
-  }
-  auto all = std::move(collected_);
-  collected_.clear();
-  return c10::make_intrusive<ManyWork>(std::move(all));
-}
-
-TorchBackend::WorkPtr TorchBackend::collect(WorkPtr work) {
-  if (coalescing_) collected_.push_back(work);
-  return work;
+  router_.set_timeout(timeout);
 }
 
 c10d::ErrorType TorchBackend::getError() {
-  const NvlinkPath* const path = connected_;
-  const bool failed = group_->failure() || (path != nullptr && path->failure());
-  return failed ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
+  return queue_.failed() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
 }
 
 void TorchBackend::eagerConnectSingleDevice(at::Device) {
-  run_on_host({c10d::OpType::BARRIER, "fsccl:connect", false, options_->timeout}, {},
-              [](Group& g, const Deadline& d) { g.barrier(d); })
+  queue_
+      .run({c10d::OpType::BARRIER, "fsccl:connect", false, options_->timeout}, {},
+           [](Group& g, const Deadline& d) { g.barrier(d); })
       ->wait(kNoTimeout);
 }
 
 void TorchBackend::abort() {
   if (group_->forked()) return;
   group_->abort("the program aborted the group");
-  abort_devices();
+  router_.abort();
 }
 
-// What is queued may still finish; what then still waits for others is given up.
+// Queued operations may still finish; operations that make no progress then are aborted.
 void TorchBackend::shutdown() {
   if (group_->forked()) return;
   WithoutGil released;
-  if (!finish_operations()) {
+  if (!queue_.finish()) {
     group_->abort("the program ended with operations under way");
-    abort_devices();
+    router_.abort();
   }
-  executor_->stop();
-  stop_devices();
+  queue_.executor()->stop();
+  router_.stop();
   group_->shutdown();
   callbacks_->stop();
-}
-
-bool TorchBackend::finish_operations() {
-  for (uint64_t moved = group_->progress();;) {
-    if (executor_->drain(kStandsStill)) return true;
-    const uint64_t now = group_->progress();
-    if (now == moved) return false;
-    moved = now;
-  }
-}
-
-TorchBackend::WorkPtr TorchBackend::run_on_host(const Call& call, Tensors outputs,
-                                                std::function<void(Group&, const Deadline&)> body) {
-  check_process();
-  check_kernels(call.title);
-  return start(call,
-               c10::make_intrusive<CollectiveWork>(rank_, call.type, call.title, ++sequence_,
-                                                   std::move(outputs), group_, executor_),
-               std::move(body));
-}
-
-TorchBackend::WorkPtr TorchBackend::start(const Call& call,
-                                          c10::intrusive_ptr<CollectiveWork> work,
-                                          std::function<void(Group&, const Deadline&)> body) {
-  const auto deadline_in = limit(call.timeout);
-  auto job = [work, group = group_, deadline_in, body = std::move(body)] {
-    std::exception_ptr error;
-    try {
-      body(*group, Deadline::after(deadline_in));
-    } catch (const c10::Error&) {
-      error = std::current_exception();
-    } catch (const std::exception& e) {
-      error = torch_error(e);
-    }
-    work->end(error);
-  };
-  executor_->run({std::move(job), [work] { work->tell(); }}, !call.async && !coalescing_);
-  return collect(std::move(work));
 }
 
 namespace {
@@ -227,41 +164,20 @@ std::map<int, std::pair<uint64_t, uint64_t>> TorchBackend::traffic() const {
 }
 
 std::map<int, std::pair<uint64_t, uint64_t>> TorchBackend::datagrams() const {
-  return by_rank(group_->datagrams());
+  return by_rank(group_->datagram_traffic());
 }
 
-TorchBackend::WorkPtr TorchBackend::message(c10d::OpType type, const char* title, Tensors& tensors,
-                                            int peer, int tag) {
-  TORCH_CHECK_VALUE(tensors.size() == 1, "fsccl: ", title, " takes one tensor, got ",
-                    digits(tensors.size()));
-  check_process();
-  if (auto work = message_inside(type, tensors, peer, tag)) return *work;
-  const bool sends = type == c10d::OpType::SEND;
-  Flat flat(tensors[0], sends ? Flat::kRead : Flat::kWrite, Site{title, at::kCPU});
-  const auto core_tag = static_cast<uint64_t>(static_cast<uint32_t>(tag));
-  const Deadline deadline = Deadline::after(options_->timeout);
-  RequestPtr request;
-  try {
-    request = sends ? group_->send(peer, core_tag, buffers_of(flat.get()), deadline)
-                    : group_->recv(peer, core_tag, buffers_of(flat.get()), deadline);
-  } catch (const Error& e) {
-    std::rethrow_exception(torch_error(e));
-  }
-  return collect(c10::make_intrusive<MessageWork>(rank_, type, title, group_, std::move(request),
-                                                  std::move(flat), options_->timeout, tensors[0],
-                                                  callbacks_));
+WorkPtr TorchBackend::send(Tensors& tensors, int to, int tag) {
+  return send_or_receive(c10d::OpType::SEND, "fsccl:send", tensors, to, tag);
 }
 
-TorchBackend::WorkPtr TorchBackend::send(Tensors& tensors, int to, int tag) {
-  return message(c10d::OpType::SEND, "fsccl:send", tensors, to, tag);
+WorkPtr TorchBackend::recv(Tensors& tensors, int from, int tag) {
+  return send_or_receive(c10d::OpType::RECV, "fsccl:recv", tensors, from, tag);
 }
 
-TorchBackend::WorkPtr TorchBackend::recv(Tensors& tensors, int from, int tag) {
-  return message(c10d::OpType::RECV, "fsccl:recv", tensors, from, tag);
-}
-
-TorchBackend::WorkPtr TorchBackend::recvAnysource(Tensors& tensors, int tag) {
-  return message(c10d::OpType::RECVANYSOURCE, "fsccl:recv_any", tensors, Group::kAnySource, tag);
+WorkPtr TorchBackend::recvAnysource(Tensors& tensors, int tag) {
+  return send_or_receive(c10d::OpType::RECVANYSOURCE, "fsccl:recv_any", tensors, Group::kAnySource,
+                         tag);
 }
 
 }  // namespace fsccl

@@ -1,25 +1,28 @@
-// From torch's words to the core's.
+// Conversion of torch's tensors, types and reductions to the core's.
 #pragma once
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../core/buffer_list.h"
+#include "../core/collectives.h"
 #include "../core/types.h"
-#include "expect.h"
+#include "checks.h"
 
 namespace fsccl {
 
-// Where an operation is done: on the host, or on a device. Tensors that lie elsewhere are moved.
-struct Site {
+// The device on which an operation is done: the CPU or another one. Tensors that lie elsewhere are
+// copied there.
+struct Placement {
   const char* op;  // for messages
   at::Device device;
 };
 
-// The element type of a reduction. A complex number is two floats.
+// The element type of a reduction. A complex number is reduced as two floats.
 inline DType dtype_of(const at::Tensor& t) {
   switch (t.scalar_type()) {
     case at::kByte:
@@ -61,7 +64,7 @@ inline const c10d::NCCLPreMulSumSupplement& factor_of(const c10d::ReduceOp& op) 
   return *factor;
 }
 
-// It may lie on a device, of which it cannot be asked without waiting.
+// Such a factor may lie on a device, where reading it would block.
 inline bool factor_is_tensor(const c10d::ReduceOp& op) {
   return op.op_ == c10d::ReduceOp::PREMUL_SUM && factor_of(op).tensor_factor.defined();
 }
@@ -103,8 +106,7 @@ inline Reduction reduction_of(const at::Tensor& t, const c10d::ReduceOp& op, int
       break;
     }
     default:
-      TORCH_CHECK_VALUE(false, "fsccl: unknown reduction ",
-                        digits(static_cast<int>(op.op_)));
+      TORCH_CHECK_VALUE(false, "fsccl: unknown reduction ", digits(static_cast<int>(op.op_)));
   }
   if (t.is_complex()) {
     TORCH_CHECK_TYPE(r.op == RedOp::kSum || r.op == RedOp::kAvg || r.op == RedOp::kPremulSum,
@@ -113,79 +115,113 @@ inline Reduction reduction_of(const at::Tensor& t, const c10d::ReduceOp& op, int
   return r;
 }
 
-inline BufferList buffers_of(const at::Tensor& t) { return BufferList(t.const_data_ptr(), t.nbytes()); }
+inline BufferList buffers_of(const at::Tensor& t) {
+  return BufferList(t.const_data_ptr(), t.nbytes());
+}
 
 inline size_t elements_of(const at::Tensor& t, const Reduction& r) {
   return t.nbytes() / r.width();
 }
 
-// A tensor as one run of memory at the site of an operation, in its logical order, whatever its
-// strides. `settle` writes back.
-class Flat {
- public:
-  enum Use { kRead, kWrite, kReadWrite };
+inline size_t element_size_of(const at::Tensor& t) { return static_cast<size_t>(t.element_size()); }
 
-  Flat(const at::Tensor& t, Use use, const Site& at) : user_(t), use_(use) {
-    require_dense(t, at.op);
-    const bool here = t.device() == at.device;
-    if (here && t.is_contiguous() && !t.is_conj() && !t.is_neg()) {
-      flat_ = t;
-    } else if (use == kWrite || !here) {
+// Direction in which an operation uses a tensor.
+enum class Access { kRead, kWrite, kReadWrite };
+
+// A tensor as one run of memory at the placement of an operation, in its logical order whatever its
+// strides: the tensor itself where it lies so, else a copy, which write_back() copies to the
+// tensor. Holds references, so copying it copies no data.
+class ContiguousTensor {
+ public:
+  ContiguousTensor(const at::Tensor& t, Access access, const Placement& placement)
+      : user_(t), access_(access) {
+    check_dense(t, placement.op);
+    const bool in_place = t.device() == placement.device;
+    if (in_place && t.is_contiguous() && !t.is_conj() && !t.is_neg()) {
+      buffer_ = t;
+    } else if (access == Access::kWrite || !in_place) {
       // Pinned where a device copies from or to it.
-      flat_ = at::empty(t.sizes(), t.options().device(at.device).pinned_memory(at.device.is_cpu() &&
-                                                                               !t.is_cpu()));
-      if (use != kWrite) flat_.copy_(t.detach());
+      const bool pinned = placement.device.is_cpu() && !t.is_cpu();
+      buffer_ = at::empty(t.sizes(), t.options().device(placement.device).pinned_memory(pinned));
+      if (access != Access::kWrite) buffer_.copy_(t.detach());
     } else {
-      flat_ = t.resolve_conj().resolve_neg().clone(at::MemoryFormat::Contiguous);
+      buffer_ = t.resolve_conj().resolve_neg().clone(at::MemoryFormat::Contiguous);
     }
   }
-  const at::Tensor& get() const { return flat_; }
-  void settle() const {
-    if (use_ != kRead && !flat_.is_same(user_)) user_.copy_(flat_);
+  const at::Tensor& get() const { return buffer_; }
+  void write_back() const {
+    if (access_ != Access::kRead && !buffer_.is_same(user_)) user_.copy_(buffer_);
   }
 
  private:
-  at::Tensor user_, flat_;
-  Use use_;
+  at::Tensor user_, buffer_;
+  Access access_;
 };
 
-inline std::vector<Flat> flats(const std::vector<at::Tensor>& list, Flat::Use use, const Site& at) {
-  std::vector<Flat> out;
-  for (const at::Tensor& t : list) out.emplace_back(t, use, at);
+using ContiguousTensors = std::vector<ContiguousTensor>;
+
+inline ContiguousTensors contiguous_tensors(const std::vector<at::Tensor>& list, Access access,
+                                            const Placement& placement) {
+  ContiguousTensors out;
+  for (const at::Tensor& t : list) out.emplace_back(t, access, placement);
   return out;
 }
 
-inline void settle(const std::vector<Flat>& list) {
-  for (const Flat& f : list) f.settle();
+inline void write_back(const ContiguousTensors& list) {
+  for (const ContiguousTensor& t : list) t.write_back();
 }
 
-inline BufferLists buffers_of(const std::vector<Flat>& list) {
+inline BufferLists buffers_of(const ContiguousTensors& list) {
   BufferLists out;
-  for (const Flat& f : list) out.push_back(buffers_of(f.get()));
+  for (const ContiguousTensor& t : list) out.push_back(buffers_of(t.get()));
   return out;
 }
 
-// One tensor, cut along its first dimension: `rows` of each part, or equal parts if empty.
-inline BufferLists split_rows(const at::Tensor& t, const std::vector<int64_t>& rows,
-                                      int parts, const char* op) {
-  const int64_t all = t.dim() > 0 ? t.size(0) : 1;
+// The body of all_reduces in place of several tensors, one after the other.
+inline auto all_reduce_each(ContiguousTensors buffers, std::vector<Reduction> reductions) {
+  return [buffers = std::move(buffers), reductions = std::move(reductions)](Collectives& group,
+                                                                            const Deadline& d) {
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      void* const data = buffers[i].get().data_ptr();
+      group.all_reduce(data, data, elements_of(buffers[i].get(), reductions[i]), reductions[i], d);
+    }
+    write_back(buffers);
+  };
+}
+
+// A contiguous tensor as `parts` equal parts, one after the other.
+inline BufferLists equal_parts(const at::Tensor& t, int parts) {
+  const size_t part_bytes = t.nbytes() / static_cast<size_t>(parts);
+  const auto* begin = static_cast<const std::byte*>(t.const_data_ptr());
+  BufferLists out;
+  for (int p = 0; p < parts; ++p) {
+    out.emplace_back(begin + static_cast<size_t>(p) * part_bytes, part_bytes);
+  }
+  return out;
+}
+
+// A contiguous tensor cut along its first dimension: `rows` has the rows of each part; if it is
+// empty, parts are equal.
+inline BufferLists split_rows(const at::Tensor& t, const std::vector<int64_t>& rows, int parts,
+                              const char* op) {
+  const int64_t total = t.dim() > 0 ? t.size(0) : 1;
   std::vector<int64_t> counts = rows;
   if (counts.empty()) {
-    TORCH_CHECK_VALUE(all % parts == 0, "fsccl: ", op, ": the first dimension, ",
-                      digits(all), ", does not divide by the ", digits(parts), " ranks");
-    counts.assign(static_cast<size_t>(parts), all / parts);
+    TORCH_CHECK_VALUE(total % parts == 0, "fsccl: ", op, ": the first dimension, ", digits(total),
+                      ", does not divide by the ", digits(parts), " ranks");
+    counts.assign(static_cast<size_t>(parts), total / parts);
   }
   int64_t sum = 0;
   for (const int64_t c : counts) sum += c;
-  TORCH_CHECK_VALUE(counts.size() == static_cast<size_t>(parts) && sum == all, "fsccl: ", op, ": ",
-                    digits(counts.size()), " split sizes with sum ", digits(sum), " for ",
-                    digits(parts), " ranks and ", digits(all), " rows");
-  const size_t row = all > 0 ? t.nbytes() / static_cast<size_t>(all) : 0;
-  const auto* at = static_cast<const std::byte*>(t.const_data_ptr());
+  TORCH_CHECK_VALUE(counts.size() == static_cast<size_t>(parts) && sum == total, "fsccl: ", op,
+                    ": ", digits(counts.size()), " split sizes with sum ", digits(sum), " for ",
+                    digits(parts), " ranks and ", digits(total), " rows");
+  const size_t row_bytes = total > 0 ? t.nbytes() / static_cast<size_t>(total) : 0;
+  const auto* begin = static_cast<const std::byte*>(t.const_data_ptr());
   BufferLists out;
   for (const int64_t c : counts) {
-    out.emplace_back(at, static_cast<size_t>(c) * row);
-    at += static_cast<size_t>(c) * row;
+    out.emplace_back(begin, static_cast<size_t>(c) * row_bytes);
+    begin += static_cast<size_t>(c) * row_bytes;
   }
   return out;
 }

@@ -1,4 +1,4 @@
-// A collective that a device has been told to do.
+// A collective that has been enqueued on a device.
 //
 // wait() makes the caller's current stream wait, never the caller. Until the device is done, or
 // until wait(), tensors are kept, so that their memory is not used for anything else meanwhile.
@@ -12,7 +12,7 @@
 #include <memory>
 #include <vector>
 
-#include "../device/watch.h"
+#include "../device/stream_watchdog.h"
 #include "work.h"
 
 namespace fsccl {
@@ -21,15 +21,16 @@ class DeviceWork : public c10d::Work {
  public:
   // `stream`: where the operation ends.
   DeviceWork(int rank, c10d::OpType type, const char* title, uint64_t sequence,
-             std::vector<at::Tensor> outputs, std::shared_ptr<Pending> pending, c10::Stream stream)
+             std::vector<at::Tensor> outputs, std::shared_ptr<PendingOperation> pending,
+             c10::Stream stream)
       : Work(rank, type, title, outputs),
         outputs_(std::move(outputs)),
         pending_(std::move(pending)),
         device_(stream.device()),
         sequence_(sequence),
         future_(new_future({device_})) {
-    // A future of a device is complete at once: who uses its value has his stream wait.
-    const c10::StreamGuard on(stream);
+    // A future of a device is complete at once: the stream of a user of its value waits.
+    const c10::StreamGuard current(stream);
     future_->markCompleted(c10::IValue(outputs_));
   }
 
@@ -56,7 +57,7 @@ class DeviceWork : public c10d::Work {
 
  private:
   std::vector<at::Tensor> outputs_;
-  std::shared_ptr<Pending> pending_;
+  std::shared_ptr<PendingOperation> pending_;
   c10::Device device_;
   uint64_t sequence_;
   FuturePtr future_;

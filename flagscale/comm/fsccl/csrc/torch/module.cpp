@@ -16,15 +16,15 @@ void bind(py::module_& parent);
 
 namespace {
 
-// What a torch.cuda.MemPool holds: a region a segment, told apart by the sizes of its blocks.
+// The segments of a torch.cuda.MemPool, one region each. The sizes of its blocks are its layout.
 fsccl::Regions segments_of(const py::object& pool) {
   fsccl::Regions out;
   for (const py::handle& segment : pool.attr("snapshot")()) {
     fsccl::Region region{"", reinterpret_cast<const void*>(segment["address"].cast<uintptr_t>()),
-                       segment["total_size"].cast<size_t>()};
+                         segment["total_size"].cast<size_t>()};
     for (const py::handle& block : segment["blocks"]) {
-      region.layout += (region.layout.empty() ? "" : "+") +
-                      std::to_string(block["size"].cast<size_t>());
+      region.layout +=
+          (region.layout.empty() ? "" : "+") + std::to_string(block["size"].cast<size_t>());
     }
     out.push_back(std::move(region));
   }
@@ -44,8 +44,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using Options = TorchBackend::Options;
   py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(m, "Options")
       .def(py::init([](std::chrono::milliseconds timeout, std::optional<int> pipeline_k,
-                       std::optional<int64_t> pipeline_nelem,
-                       std::optional<std::string> algorithm, std::optional<std::string> tail) {
+                       std::optional<int64_t> pipeline_nelem, std::optional<std::string> algorithm,
+                       std::optional<std::string> tail) {
              auto options = c10::make_intrusive<Options>(timeout);
              options->algorithm = std::move(algorithm);
              options->pipeline_k = pipeline_k;
@@ -68,17 +68,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                        std::chrono::milliseconds timeout, const std::string& name,
                        std::vector<uint64_t> global_ranks, const Options* given,
                        const std::vector<std::string>& native,
-                       fsccl::Engine::MakeNative make_native) {
+                       fsccl::DeviceEngine::MakeNative make_native) {
              TORCH_CHECK_VALUE(native.size() == 4, "native: device, vendor, library, reach");
-             TorchBackend::Home home{{native[0], native[1], native[2], native[3]},
-                                     std::move(make_native)};
              auto options = given != nullptr ? c10::make_intrusive<Options>(*given)
                                              : c10::make_intrusive<Options>();
              options->timeout = timeout;
              options->group_name = name;
              options->global_ranks_in_group = std::move(global_ranks);
-             return c10::make_intrusive<TorchBackend>(std::move(store), rank, size,
-                                                      std::move(options), std::move(home));
+             return c10::make_intrusive<TorchBackend>(
+                 std::move(store), rank, size, std::move(options),
+                 fsccl::NativeLibrary{native[0], native[1], native[2], native[3]},
+                 std::move(make_native));
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("name"),
            py::arg("global_ranks"), py::arg("options"), py::arg("native"), py::arg("make_native"),
@@ -88,25 +88,28 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("traffic", &TorchBackend::traffic)
       .def("datagrams", &TorchBackend::datagrams)
       .def("tail_statistics", &TorchBackend::tail_statistics)
-      .def("register_mem_pool",
-           [](TorchBackend& b, const py::object& pool, bool symm) {
-             TORCH_CHECK_NOT_IMPLEMENTED(
-                 symm, "fsccl: register_mem_pool: ranks reach registered memory where it lies on "
-                       "this rank; with symm=True you say that all have allocated alike");
-             auto memory = segments_of(pool);
-             const std::string name = name_of(pool);
-             const py::gil_scoped_release released;
-             b.register_memory(name, std::move(memory));
-           },
-           py::arg("pool"), py::arg("symm") = false)
-      .def("deregister_mem_pool",
-           [](TorchBackend& b, const py::object& pool) {
-             const std::string name = name_of(pool);
-             const py::gil_scoped_release released;
-             b.deregister_memory(name);
-           },
-           py::arg("pool"))
-      // Of ordinary memory: pass it to torch.cuda.MemPool.
+      .def(
+          "register_mem_pool",
+          [](TorchBackend& b, const py::object& pool, bool symm) {
+            TORCH_CHECK_NOT_IMPLEMENTED(
+                symm,
+                "fsccl: register_mem_pool: ranks reach registered memory where it lies on "
+                "this rank; with symm=True you say that all have allocated alike");
+            auto memory = segments_of(pool);
+            const std::string name = name_of(pool);
+            const py::gil_scoped_release released;
+            b.register_memory(name, std::move(memory));
+          },
+          py::arg("pool"), py::arg("symm") = false)
+      .def(
+          "deregister_mem_pool",
+          [](TorchBackend& b, const py::object& pool) {
+            const std::string name = name_of(pool);
+            const py::gil_scoped_release released;
+            b.deregister_memory(name);
+          },
+          py::arg("pool"))
+      // An allocator of ordinary memory, for torch.cuda.MemPool.
       .def_property_readonly("mem_allocator", [](TorchBackend&) { return py::none(); })
       .def("path_of", &TorchBackend::path_of, py::arg("tensor"),
            py::call_guard<py::gil_scoped_release>())

@@ -1,4 +1,4 @@
-// PREMUL_SUM where NCCL does it.
+// PREMUL_SUM for NCCL, which multiplies bfloat16 by a wrong factor.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -11,41 +11,41 @@
 
 namespace fsccl {
 
-// Of bfloat16, torch hands NCCL a PREMUL_SUM's factor as a float, and NCCL takes the first two
+// For bfloat16, torch hands NCCL a PREMUL_SUM's factor as a float, and NCCL takes the first two
 // bytes of it: zero, most often (pytorch#190745). Such inputs are multiplied here and then summed.
-inline bool multiplied_here(const c10d::ReduceOp& op, const std::vector<at::Tensor>& in) {
+inline bool needs_premul(const c10d::ReduceOp& op, const std::vector<at::Tensor>& in) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return false;
-  const auto bf16 = [](const at::Tensor& t) { return t.scalar_type() == at::kBFloat16; };
-  return std::any_of(in.begin(), in.end(), bf16);
+  const auto is_bf16 = [](const at::Tensor& t) { return t.scalar_type() == at::kBFloat16; };
+  return std::any_of(in.begin(), in.end(), is_bf16);
 }
 
-inline at::Tensor multiplied(const at::Tensor& t, const c10d::ReduceOp& op) {
+inline at::Tensor premultiply(const at::Tensor& t, const c10d::ReduceOp& op) {
   const auto& factor = factor_of(op);
   if (!factor.tensor_factor.defined()) return t.mul(factor.double_factor);
   return t.mul(factor.tensor_factor.to(t.scalar_type()));
 }
 
-// The inputs and options for NCCL: f(inputs, options).
+// Calls call(inputs, options) with inputs that are multiplied where they have to be.
 template <class Options, class F>
-auto for_nccl(const std::vector<at::Tensor>& in, const Options& o, F f) {
-  std::vector<at::Tensor> given = in;
+auto with_nccl_premul(const std::vector<at::Tensor>& in, const Options& o, F call) {
+  std::vector<at::Tensor> inputs = in;
   Options options = o;
-  if (multiplied_here(o.reduceOp, in)) {
-    for (at::Tensor& t : given) t = multiplied(t, o.reduceOp);
+  if (needs_premul(o.reduceOp, in)) {
+    for (at::Tensor& t : inputs) t = premultiply(t, o.reduceOp);
     options.reduceOp = c10d::ReduceOp::SUM;
   }
-  return f(given, options);
+  return call(inputs, options);
 }
 
-// The same where results take the place of inputs.
+// The same for results that take the place of the inputs: call(options).
 template <class Options, class F>
-auto for_nccl_in_place(std::vector<at::Tensor>& tensors, const Options& o, F f) {
+auto with_nccl_premul_in_place(std::vector<at::Tensor>& tensors, const Options& o, F call) {
   Options options = o;
-  if (multiplied_here(o.reduceOp, tensors)) {
-    for (at::Tensor& t : tensors) t.copy_(multiplied(t, o.reduceOp));
+  if (needs_premul(o.reduceOp, tensors)) {
+    for (at::Tensor& t : tensors) t.copy_(premultiply(t, o.reduceOp));
     options.reduceOp = c10d::ReduceOp::SUM;
   }
-  return f(options);
+  return call(options);
 }
 
 }  // namespace fsccl

@@ -1,8 +1,8 @@
-// Regions that the ranks of a group let each other read and write directly.
+// Registration of memory that the ranks of a group then read and write in each other directly.
 //
-// Ranks find each other's region by how it is divided into allocations, which is the same on all of
-// them if they have allocated alike; addresses, and so their order, may differ. What fails on one
-// rank fails on all: nobody may take the direct way where another does not.
+// Ranks match each other's regions by how these are divided into allocations, which is the same on
+// all of them if they have allocated alike; addresses, and so their order, may differ. A step that
+// fails on one rank fails on all: no rank may take the direct way where another does not.
 #pragma once
 
 #include <algorithm>
@@ -16,58 +16,60 @@
 namespace fsccl {
 
 struct Region {
-  std::string layout;
-  const void* at;
+  std::string layout;  // the sizes of its allocations, in bytes: "512+1024"
+  const void* address;
   size_t bytes;
 };
 using Regions = std::vector<Region>;
 
-class Registration {
+class MemoryRegistration {
  public:
-  // Takes this rank's words, at most so many, and gives those of all ranks.
+  // All-gather of one text per rank, each of at most kMaxExchangeBytes.
   using Exchange = std::function<std::vector<std::string>(const std::string&)>;
-  static constexpr size_t kMostWords = (32 << 10) - sizeof(uint32_t);
+  static constexpr size_t kMaxExchangeBytes = (32 << 10) - sizeof(uint32_t);
 
-  Registration(nvlink::Communicator& group, Exchange exchange)
+  MemoryRegistration(nvlink::Communicator& group, Exchange exchange)
       : group_(group), exchange_(std::move(exchange)) {}
 
   // Every rank calls it; throws on all of them if any cannot.
   void add(Regions regions) {
     std::sort(regions.begin(), regions.end(),
               [](const Region& a, const Region& b) { return a.layout < b.layout; });
-    std::string cards;
-    agree([&] { cards = cards_of(regions); });
-    const std::vector<std::string> all = exchange_(cards);
+    std::string handles;
+    run_on_all_ranks([&] { handles = serialize_handles(regions); });
+    const std::vector<std::string> all = exchange_(handles);
     try {
-      agree([&] { connect(regions, all); });
+      run_on_all_ranks([&] { connect(regions, all); });
     } catch (const Error&) {
-      for (const Region& p : regions) group_.forget_memory(p.at);
+      for (const Region& r : regions) group_.disconnect_memory(r.address);
       throw;
     }
   }
 
-  // Every rank calls it. Afterwards no rank holds on to the memory, so that it can be freed.
-  void forget(const Regions& regions) {
-    agree([&] {
-      for (const Region& p : regions) group_.forget_memory(p.at);
+  // Every rank calls it. Afterwards no rank has the memory mapped, so that it can be freed.
+  void remove(const Regions& regions) {
+    run_on_all_ranks([&] {
+      for (const Region& r : regions) group_.disconnect_memory(r.address);
     });
   }
 
  private:
+  // Runs a step here, and throws if it has thrown on any rank: the first rank's error.
   template <class F>
-  void agree(F step) {
-    std::string trouble;
+  void run_on_all_ranks(F step) {
+    std::string own_error;
     try {
       step();
     } catch (const std::exception& e) {
-      trouble = e.what();
+      own_error = e.what();
     }
-    for (const std::string& other : exchange_(trouble.substr(0, kMostWords))) {
-      if (!other.empty()) throw Error(Fault::kSystem, -1, other);
+    for (const std::string& error : exchange_(own_error.substr(0, kMaxExchangeBytes))) {
+      if (!error.empty()) throw Error(Fault::kSystem, -1, error);
     }
   }
 
-  std::string cards_of(const Regions& regions) const {
+  // Layout and handle of each region, each with its size before it.
+  std::string serialize_handles(const Regions& regions) const {
     std::string out;
     for (size_t i = 0; i < regions.size(); ++i) {
       if (i > 0 && regions[i].layout == regions[i - 1].layout) {
@@ -75,48 +77,50 @@ class Registration {
                    " bytes), so ranks cannot tell which is which: register them one by one, or "
                    "allocate them as one");
       }
-      append(&out, regions[i].layout);
-      append(&out, group_.memory_card(regions[i].at, regions[i].bytes));
+      append_entry(&out, regions[i].layout);
+      append_entry(&out, group_.memory_handle(regions[i].address, regions[i].bytes));
     }
-    if (out.size() > kMostWords) {
+    if (out.size() > kMaxExchangeBytes) {
       fail_usage("too many regions of memory at once: " + std::to_string(regions.size()));
     }
     return out;
   }
 
   void connect(const Regions& regions, const std::vector<std::string>& all) {
-    std::vector<size_t> read(all.size(), 0);
+    std::vector<size_t> offsets(all.size(), 0);
     for (const Region& region : regions) {
-      std::vector<std::string> cards;
+      std::vector<std::string> handles;
       for (size_t r = 0; r < all.size(); ++r) {
-        if (next(all[r], &read[r]) != region.layout) differs(r);
-        cards.push_back(next(all[r], &read[r]));
+        if (read_entry(all[r], &offsets[r]) != region.layout) throw_layout_mismatch(r);
+        handles.push_back(read_entry(all[r], &offsets[r]));
       }
-      group_.connect_memory(region.at, region.bytes, cards);
+      group_.connect_memory(region.address, region.bytes, handles);
     }
     for (size_t r = 0; r < all.size(); ++r) {
-      if (read[r] != all[r].size()) differs(r);
+      if (offsets[r] != all[r].size()) throw_layout_mismatch(r);
     }
   }
 
-  [[noreturn]] static void differs(size_t rank) {
+  [[noreturn]] static void throw_layout_mismatch(size_t rank) {
     throw Error(Fault::kMismatch, static_cast<int>(rank),
-                "rank " + std::to_string(rank) + " registers memory that is divided otherwise than "
-                "this rank's: all ranks must allocate alike");
+                "rank " + std::to_string(rank) +
+                    " registers memory that is divided otherwise than "
+                    "this rank's: all ranks must allocate alike");
   }
 
-  static void append(std::string* out, const std::string& part) {
-    const auto size = static_cast<uint32_t>(part.size());
-    out->append(reinterpret_cast<const char*>(&size), sizeof size).append(part);
+  static void append_entry(std::string* out, const std::string& entry) {
+    const auto size = static_cast<uint32_t>(entry.size());
+    out->append(reinterpret_cast<const char*>(&size), sizeof size).append(entry);
   }
 
-  static std::string next(const std::string& parts, size_t* at) {
+  // The entry at `offset`, which is moved behind it; empty at the end.
+  static std::string read_entry(const std::string& entries, size_t* offset) {
     uint32_t size = 0;
-    if (parts.size() - *at < sizeof size) return "";
-    std::memcpy(&size, parts.data() + *at, sizeof size);
-    const std::string part = parts.substr(*at + sizeof size, size);
-    *at += sizeof size + part.size();
-    return part;
+    if (entries.size() - *offset < sizeof size) return "";
+    std::memcpy(&size, entries.data() + *offset, sizeof size);
+    const std::string entry = entries.substr(*offset + sizeof size, size);
+    *offset += sizeof size + entry.size();
+    return entry;
   }
 
   nvlink::Communicator& group_;

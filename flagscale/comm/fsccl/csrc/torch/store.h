@@ -1,4 +1,4 @@
-// torch's key-value store as the core's.
+// Adapter of torch's key-value store to the core's interface.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -17,16 +17,16 @@ class TorchStore : public Store {
   explicit TorchStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
 
   void set(const std::string& key, const std::string& value) override {
-    in_words([&] { store_->set(key, value); });
+    rethrow_without_trace([&] { store_->set(key, value); });
   }
   int64_t add(const std::string& key, int64_t n) override {
-    return in_words([&] { return store_->add(key, n); });
+    return rethrow_without_trace([&] { return store_->add(key, n); });
   }
   bool has(const std::vector<std::string>& keys) override {
-    return in_words([&] { return store_->check(keys); });
+    return rethrow_without_trace([&] { return store_->check(keys); });
   }
   std::vector<std::string> get(const std::vector<std::string>& keys) override {
-    return in_words([&] {
+    return rethrow_without_trace([&] {
       std::vector<std::string> out;
       if (store_->hasExtendedApi()) {
         for (const auto& v : store_->multiGet(keys)) out.emplace_back(v.begin(), v.end());
@@ -38,9 +38,9 @@ class TorchStore : public Store {
   }
 
  private:
-  // torch's exceptions carry a trace of calls.
+  // Rethrows torch's exceptions without their backtrace.
   template <class F>
-  static auto in_words(F&& call) -> decltype(call()) {
+  static auto rethrow_without_trace(F&& call) -> decltype(call()) {
     try {
       return call();
     } catch (const c10::Error& e) {

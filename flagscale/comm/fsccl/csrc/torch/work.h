@@ -1,4 +1,4 @@
-// What an operation returns: something to wait for.
+// Works: what operations return, for the caller to wait for.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -22,7 +22,7 @@ inline FuturePtr new_future(std::vector<c10::Device> devices = {}) {
                                                   std::move(devices));
 }
 
-// A core error as the exception that torch's own backends throw.
+// The exception that torch's own backends throw for such an error.
 inline std::exception_ptr torch_error(const std::exception& e) {
   const std::string text = e.what();
   const std::string prefixed = text.rfind("fsccl: ", 0) == 0 ? text : "fsccl: " + text;
@@ -33,11 +33,11 @@ inline std::exception_ptr torch_error(const std::exception& e) {
   return std::make_exception_ptr(c10::DistBackendError(here, prefixed));
 }
 
-// A collective. It is completed by the thread that ran it.
+// A collective of the host. The thread that ran it completes it.
 class CollectiveWork : public c10d::Work {
  public:
-  // `group`: who can say whom the operation waits for. `executor`: who runs it; a callback there
-  // that waits for it has it run (executor.h).
+  // `group` names the rank that the operation waits for. `executor` runs it; a callback there that
+  // waits for the work has it run (core/executor.h).
   CollectiveWork(int rank, c10d::OpType type, const char* title, uint64_t sequence,
                  std::vector<at::Tensor> outputs, std::weak_ptr<Group> group,
                  std::weak_ptr<Executor> executor)
@@ -48,43 +48,43 @@ class CollectiveWork : public c10d::Work {
         group_(std::move(group)),
         executor_(std::move(executor)) {}
 
-  // A limit ends the wait and not the operation, which may be waited for again: as with gloo.
-  bool wait(std::chrono::milliseconds limit) override {
-    help();
-    if (limit != kNoTimeout && !done_within(limit)) {
-      std::rethrow_exception(torch_error(Error(Fault::kTimeout, -1, late(limit))));
+  // A timeout ends the wait and not the operation, which may be waited for again: as with gloo.
+  bool wait(std::chrono::milliseconds timeout) override {
+    run_queue();
+    if (timeout != kNoTimeout && !completes_within(timeout)) {
+      std::rethrow_exception(torch_error(Error(Fault::kTimeout, -1, timeout_message(timeout))));
     }
     return Work::wait(kNoTimeout);
   }
 
-  // Who waits goes on.
-  void end(std::exception_ptr error) { finish(std::move(error)); }
-  // The future is completed, if somebody has asked for it, which calls the user's callbacks.
-  void tell() {
+  // Completes the work, with an error or null, and wakes those that wait for it.
+  void finish_operation(std::exception_ptr error) { finish(std::move(error)); }
+  // Completes the future, if there is one, which calls the user's callbacks.
+  void complete_future() {
     FuturePtr future;
     {
-      std::lock_guard<std::mutex> hold(future_mutex_);
-      over_ = true;
+      std::lock_guard<std::mutex> lock(future_mutex_);
+      operation_finished_ = true;
       future = future_;
     }
-    if (future) mark(*future, exception());
+    if (future) set_result(*future, exception());
   }
 
   std::vector<at::Tensor> result() override { return outputs_; }
   uint64_t getSequencenumber() const override { return sequence_; }
   FuturePtr getFuture() override {
-    help();
-    std::lock_guard<std::mutex> hold(future_mutex_);
+    run_queue();
+    std::lock_guard<std::mutex> lock(future_mutex_);
     if (!future_) {
       future_ = make_future();
-      if (over_) mark(*future_, exception());
+      if (operation_finished_) set_result(*future_, exception());
     }
     return future_;
   }
 
  protected:
   virtual FuturePtr make_future() const { return new_future(); }
-  virtual void mark(c10::ivalue::Future& future, const std::exception_ptr& error) {
+  virtual void set_result(c10::ivalue::Future& future, const std::exception_ptr& error) {
     if (error) {
       future.setError(error);
     } else {
@@ -93,25 +93,26 @@ class CollectiveWork : public c10d::Work {
   }
 
  private:
-  void help() {
-    const auto done = [this] { return Work::isCompleted(); };
-    if (done()) return;
-    if (const auto executor = executor_.lock()) executor->help(done);
+  // In a callback on the executor's thread: runs the queue as far as this operation.
+  void run_queue() {
+    const auto completed = [this] { return Work::isCompleted(); };
+    if (completed()) return;
+    if (const auto executor = executor_.lock()) executor->run_queued_until(completed);
   }
 
-  bool done_within(std::chrono::milliseconds limit) {
-    std::unique_lock<std::mutex> hold(mutex_);
-    return cv_.wait_for(hold, limit, [this] { return completed_; });
+  bool completes_within(std::chrono::milliseconds timeout) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return cv_.wait_for(lock, timeout, [this] { return completed_; });
   }
 
-  std::string late(std::chrono::milliseconds limit) const {
-    const Deadline d = Deadline::after(limit);
+  std::string timeout_message(std::chrono::milliseconds timeout) const {
+    const Deadline d = Deadline::after(timeout);
     std::string out = title_.substr(title_.find(':') + 1) + " #" + std::to_string(sequence_) +
                       ": not done within the " + d.text() + " of this wait";
     const auto group = group_.lock();
-    const auto asking = std::min(Deadline::Ms(1000), limit / 5);
-    const std::string whom = group ? group->awaited_name(Deadline::after(asking)) : "";
-    return whom.empty() ? out : out + ": " + whom + " has not come";
+    const auto query_timeout = std::min(Deadline::Ms(1000), timeout / 5);
+    const std::string rank = group ? group->awaited_rank_name(Deadline::after(query_timeout)) : "";
+    return rank.empty() ? out : out + ": " + rank + " has not come";
   }
 
   std::string title_;  // "fsccl:all_reduce"
@@ -119,30 +120,35 @@ class CollectiveWork : public c10d::Work {
   uint64_t sequence_;
   std::weak_ptr<Group> group_;
   std::weak_ptr<Executor> executor_;
-  std::mutex future_mutex_;
-  FuturePtr future_;
-  bool over_ = false;
+  std::mutex future_mutex_;  // guards the members below
+  FuturePtr future_;         // null: not requested
+  bool operation_finished_ = false;
 };
 
-// A send or a receive: the core's messenger moves it in the background, no thread of ours waits.
+// A send or a receive, which the core's transport does in the background.
 class MessageWork : public c10d::Work {
  public:
+  // `buffer` is what the transport reads or writes, `tensor` the user's.
   MessageWork(int rank, c10d::OpType type, const char* title, std::shared_ptr<Group> group,
-              RequestPtr request, Flat memory, Deadline::Ms timeout, const at::Tensor& tensor,
-              std::shared_ptr<Executor> callbacks)
+              RequestPtr request, ContiguousTensor buffer, Deadline::Ms timeout,
+              const at::Tensor& tensor, std::shared_ptr<Executor> callbacks)
       : Work(rank, type, title, std::vector<at::Tensor>{tensor}),
         group_(std::move(group)),
         request_(std::move(request)),
-        memory_(std::move(memory)),
+        buffer_(std::move(buffer)),
         timeout_(timeout),
         tensor_(tensor),
         callbacks_(std::move(callbacks)) {}
-  ~MessageWork() override { settle(false); }
+  // A work that is dropped unfinished must not leave the transport writing to memory that is gone.
+  ~MessageWork() override {
+    if (request_->finished() || group_->forked()) return;
+    group_->notify(request_, [buffer = buffer_, tensor = tensor_] {});
+  }
 
-  // Who has seen it complete may read the tensor, without a wait().
+  // Once it returns true the tensor may be read, without a wait().
   bool isCompleted() override {
     if (!request_->finished()) return false;
-    settle(true);
+    write_back_once();
     return true;
   }
   bool isSuccess() const override { return request_->finished() && !request_->error; }
@@ -151,7 +157,7 @@ class MessageWork : public c10d::Work {
   }
   int sourceRank() const override { return request_->peer; }
   std::vector<at::Tensor> result() override { return {tensor_}; }
-  void synchronize() override { settle(true); }
+  void synchronize() override { write_back_once(); }
 
   bool wait(std::chrono::milliseconds timeout) override {
     const bool receives = opType_ != c10d::OpType::SEND;
@@ -161,121 +167,113 @@ class MessageWork : public c10d::Work {
     } catch (const std::exception& e) {
       std::rethrow_exception(torch_error(e));
     }
-    settle(true);
+    write_back_once();
     return true;
   }
 
   FuturePtr getFuture() override {
     auto future = new_future();
     if (request_->finished()) {
-      mark(*future);
+      set_result(*future);
       return future;
     }
     // Keeps this work, and with it the memory, until the request has finished. Not on the thread of
-    // the messenger, which callbacks need.
+    // the transport, which callbacks need.
     auto self = c10::intrusive_ptr<MessageWork>::reclaim_copy(this);
     group_->notify(request_, [self, future, callbacks = callbacks_] {
-      callbacks->run({[] {}, [self, future] { self->mark(*future); }}, false);
+      callbacks->run({[] {}, [self, future] { self->set_result(*future); }}, false);
     });
     return future;
   }
 
  private:
-  void mark(c10::ivalue::Future& future) {
+  void set_result(c10::ivalue::Future& future) {
     if (request_->error) {
       future.setError(torch_error(*request_->error));
     } else {
-      settle(true);
+      write_back_once();
       future.markCompleted(c10::IValue(std::vector<at::Tensor>{tensor_}));
     }
   }
 
-  // Strided tensors get what came; once. A work that is dropped unfinished must not leave the
-  // messenger writing to memory that is gone.
-  void settle(bool wanted) {
-    std::lock_guard<std::mutex> hold(settle_mutex_);
-    if (!wanted) {
-      keep_until_done();
-    } else if (!settled_ && isSuccess()) {
-      memory_.settle();
-      settled_ = true;
-      if (recordFunctionEndCallback_) {
-        recordFunctionEndCallback_();
-        recordFunctionEndCallback_ = nullptr;
-      }
+  // Copies the received data to a strided tensor, once.
+  void write_back_once() {
+    std::lock_guard<std::mutex> lock(write_back_mutex_);
+    if (written_back_ || !isSuccess()) return;
+    buffer_.write_back();
+    written_back_ = true;
+    if (recordFunctionEndCallback_) {
+      recordFunctionEndCallback_();
+      recordFunctionEndCallback_ = nullptr;
     }
-  }
-  void keep_until_done() {
-    if (request_->finished() || group_->forked()) return;
-    group_->notify(request_, [memory = memory_, tensor = tensor_] {});
   }
 
   std::shared_ptr<Group> group_;
   RequestPtr request_;
-  Flat memory_;
+  ContiguousTensor buffer_;
   Deadline::Ms timeout_;
   at::Tensor tensor_;
   std::shared_ptr<Executor> callbacks_;
-  std::mutex settle_mutex_;
-  bool settled_ = false;
+  std::mutex write_back_mutex_;
+  bool written_back_ = false;
 };
 
-// Several works seen as one.
-class ManyWork : public c10d::Work {
+// The works of a coalesced block as one.
+class CoalescedWork : public c10d::Work {
  public:
-  explicit ManyWork(std::vector<c10::intrusive_ptr<c10d::Work>> all)
-      : Work(-1, c10d::OpType::COALESCED), all_(std::move(all)) {}
+  explicit CoalescedWork(std::vector<c10::intrusive_ptr<c10d::Work>> works)
+      : Work(-1, c10d::OpType::COALESCED), works_(std::move(works)) {}
   bool isCompleted() override {
-    for (const auto& w : all_) {
+    for (const auto& w : works_) {
       if (!w->isCompleted()) return false;
     }
     return true;
   }
   bool isSuccess() const override {
-    for (const auto& w : all_) {
+    for (const auto& w : works_) {
       if (!w->isSuccess()) return false;
     }
     return true;
   }
   std::exception_ptr exception() const override {
-    for (const auto& w : all_) {
+    for (const auto& w : works_) {
       if (auto e = w->exception()) return e;
     }
     return nullptr;
   }
   bool wait(std::chrono::milliseconds timeout) override {
-    for (const auto& w : all_) w->wait(timeout);
+    for (const auto& w : works_) w->wait(timeout);
     return true;
   }
   void synchronize() override {
-    for (const auto& w : all_) w->synchronize();
+    for (const auto& w : works_) w->synchronize();
   }
   std::vector<at::Tensor> result() override {
     std::vector<at::Tensor> out;
-    for (const auto& w : all_) {
+    for (const auto& w : works_) {
       for (auto& t : w->result()) out.push_back(t);
     }
     return out;
   }
   FuturePtr getFuture() override {
     auto out = new_future();
-    auto left = std::make_shared<std::atomic<size_t>>(all_.size() + 1);
-    auto self = c10::intrusive_ptr<ManyWork>::reclaim_copy(this);
-    const auto one_done = [self, out, left](c10::ivalue::Future&) {
-      if (--*left > 0) return;
+    auto unfinished = std::make_shared<std::atomic<size_t>>(works_.size() + 1);
+    auto self = c10::intrusive_ptr<CoalescedWork>::reclaim_copy(this);
+    const auto on_completion = [self, out, unfinished](c10::ivalue::Future&) {
+      if (--*unfinished > 0) return;
       if (auto e = self->exception()) {
         out->setError(e);
       } else {
         out->markCompleted(c10::IValue(self->result()));
       }
     };
-    for (const auto& w : all_) w->getFuture()->addCallback(one_done);
-    one_done(*out);
+    for (const auto& w : works_) w->getFuture()->addCallback(on_completion);
+    on_completion(*out);
     return out;
   }
 
  private:
-  std::vector<c10::intrusive_ptr<c10d::Work>> all_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
 };
 
 }  // namespace fsccl

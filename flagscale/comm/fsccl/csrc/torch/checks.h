@@ -1,0 +1,65 @@
+// Argument checks of the collectives, with their error messages.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <string>
+#include <vector>
+
+namespace fsccl {
+
+// A number for a message of TORCH_CHECK, which would write it by a C++ stream. In a process with
+// torch on Ubuntu 24.04 (gcc 13) streams read no numbers, and a message that wrote some ended the
+// process.
+template <class T>
+std::string digits(T number) {
+  return std::to_string(number);
+}
+
+inline void check_dense(const at::Tensor& t, const char* op) {
+  TORCH_CHECK_TYPE(!t.is_sparse() && t.layout() == at::kStrided, "fsccl: ", op,
+                   " needs dense tensors, got ", t.layout());
+}
+
+// The entry of a list that torch's interface has per device, which here is always one.
+template <class T>
+T& single_entry(std::vector<T>& list, const char* op) {
+  TORCH_CHECK_VALUE(list.size() == 1, "fsccl: ", op, " takes one tensor a rank, got ",
+                    digits(list.size()));
+  return list[0];
+}
+
+inline void check_rank_count(size_t count, int ranks, const char* op) {
+  TORCH_CHECK_VALUE(count == static_cast<size_t>(ranks), "fsccl: ", op,
+                    " needs one tensor for each of ", digits(ranks), " ranks, got ", digits(count));
+}
+
+inline void check_root(int root, int ranks, const char* op) {
+  TORCH_CHECK_VALUE(root >= 0 && root < ranks, "fsccl: ", op, ": root ", digits(root),
+                    " is not in the group of ", digits(ranks), " ranks");
+}
+
+// This rank's input of a gather against its place in the output.
+inline void check_own_output(const at::Tensor& output, const at::Tensor& input, const char* op) {
+  TORCH_CHECK_VALUE(output.numel() == input.numel(), "fsccl: ", op, ": this rank's place has ",
+                    digits(output.numel()), " elements for ", digits(input.numel()));
+}
+
+// `whole` has one `part` per rank.
+inline void check_whole_and_part(const at::Tensor& whole, const at::Tensor& part, int ranks,
+                                 const char* op) {
+  TORCH_CHECK_VALUE(
+      whole.numel() == part.numel() * ranks && whole.scalar_type() == part.scalar_type(),
+      "fsccl: ", op, ": ", digits(whole.numel()), " elements of ", whole.scalar_type(), " are not ",
+      digits(ranks), " times ", digits(part.numel()), " of ", part.scalar_type());
+}
+
+inline void check_same_dtype(const std::vector<at::Tensor>& list, const at::Tensor& reference,
+                             const char* op) {
+  for (const at::Tensor& t : list) {
+    TORCH_CHECK_TYPE(t.scalar_type() == reference.scalar_type(), "fsccl: ", op, ": tensors of ",
+                     t.scalar_type(), " and of ", reference.scalar_type());
+  }
+}
+
+}  // namespace fsccl

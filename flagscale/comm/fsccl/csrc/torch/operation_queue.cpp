@@ -1,0 +1,68 @@
+#include "operation_queue.h"
+
+#include "nvlink_path.h"
+
+namespace fsccl {
+namespace {
+
+// Time without progress after which finish() gives operations up.
+constexpr Milliseconds kNoProgress{1000};
+
+}  // namespace
+
+OperationQueue::OperationQueue(int rank, std::shared_ptr<Group> group,
+                               c10::intrusive_ptr<c10d::Backend::Options> options)
+    : rank_(rank),
+      options_(std::move(options)),
+      group_(std::move(group)),
+      executor_(std::make_shared<Executor>()) {}
+
+void OperationQueue::check_process() const {
+  try {
+    group_->check_not_forked();
+  } catch (const Error& e) {
+    std::rethrow_exception(torch_error(e));
+  }
+}
+
+void OperationQueue::check_failure(const char* title) {
+  const NvlinkPath* const path = nvlink_;
+  if (path == nullptr) return;
+  try {
+    if (const auto error = path->failure()) group_->fail(title, sequence_, *error);
+    group_->throw_if_failed();
+  } catch (const Error& e) {
+    std::rethrow_exception(torch_error(e));
+  }
+}
+
+bool OperationQueue::failed() const {
+  const NvlinkPath* const path = nvlink_;
+  return group_->failure() || (path != nullptr && path->failure());
+}
+
+WorkPtr OperationQueue::collect(WorkPtr work) {
+  if (coalescing_) coalesced_.push_back(work);
+  return work;
+}
+
+WorkPtr OperationQueue::end_coalescing() {
+  coalescing_ = false;
+  if (const NativePtr native = std::move(coalescing_native_)) {
+    if (WorkPtr work = native->endCoalescing()) coalesced_.push_back(std::move(work));
+  }
+  auto works = std::move(coalesced_);
+  coalesced_.clear();
+  return c10::make_intrusive<CoalescedWork>(std::move(works));
+}
+
+bool OperationQueue::finish() {
+  for (uint64_t progress = group_->progress();;) {
+    if (executor_->drain(kNoProgress)) return true;
+    const uint64_t now = group_->progress();
+    if (now == progress) return false;
+    progress = now;
+  }
+}
+
+}  // namespace fsccl
