@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-OUTPUT = REPOSITORY / "flagscale/config/arguments/generated/megatron_core.json"
+OUTPUT = REPOSITORY / "flagscale/config/arguments/spec/generated/megatron_core.json"
 
 SOURCES: tuple[tuple[str, str, str], ...] = (
     ("model_parallel_config.py", "ModelParallelConfig", "system"),

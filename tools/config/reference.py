@@ -1,6 +1,6 @@
-"""Write docs/configuration.md from the schema.
+"""Write docs/configuration.md and docs/reference/configuration/ from the schema.
 
-python tools/config/reference.py [--output FILE] [--check]
+python tools/config/reference.py [--output DIRECTORY] [--check]
 """
 
 from __future__ import annotations
@@ -12,22 +12,33 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from flagscale.config.reference import render  # noqa: E402 - found beside this file
+from flagscale.config.reference import DIRECTORY, render  # noqa: E402 - found next to this file
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write the configuration reference.")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "docs" / "configuration.md")
-    parser.add_argument("--check", action="store_true", help="only say whether it is up to date")
+    parser.add_argument(
+        "--output", type=Path, default=REPOSITORY, help="root of the written pages' paths"
+    )
+    parser.add_argument("--check", action="store_true", help="only report pages that are outdated")
     options = parser.parse_args()
-    text = render()
+    pages = {options.output / path: text for path, text in render().items()}
+    outdated = [
+        path
+        for path, text in pages.items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text
+    ]
+    outdated += [path for path in (options.output / DIRECTORY).glob("*.md") if path not in pages]
     if options.check:
-        current = options.output.read_text(encoding="utf-8") if options.output.exists() else ""
-        if current != text:
-            print(f"{options.output} is out of date: run {Path(__file__).name}", file=sys.stderr)
-        return int(current != text)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(text, encoding="utf-8")
+        for path in outdated:
+            print(f"{path} is out of date: run {Path(__file__).name}", file=sys.stderr)
+        return int(bool(outdated))
+    for path in outdated:
+        if path not in pages:
+            path.unlink()
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(pages[path], encoding="utf-8")
     return 0
 
 
