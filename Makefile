@@ -1,4 +1,4 @@
-# One place for the commands people and CI run. `make help` lists them.
+# Commands for developers and CI. `make help` lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 PIP    := $(RUN) -m pip --disable-pip-version-check
-# Installed first and alone, so that no other package's resolver picks another build.
+# Installed first and separately, so that resolving other packages does not select another build.
 TORCH  := torch==2.13.0
 
 CONFIG := --config-path ./examples/llama3/conf --config-name train
@@ -16,18 +16,18 @@ CONFIG := --config-path ./examples/llama3/conf --config-name train
 .PHONY: help setup setup-dev system backend data quickstart hetero-quickstart test test-fast _fast test-bare lint format docs \
 	gpu-test gpu-bench bench wheel sanitize fuzz clean
 
-help: ## what can be made here
+help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 10) else \
-	"flagscale needs Python 3.10 or newer, $(PYTHON) is %d.%d: make PYTHON=python3.11 ..." % v)'
+	"flagscale requires Python 3.10 or newer, $(PYTHON) is %d.%d: make PYTHON=python3.11 ..." % v)'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade "pip>=25"
 
 $(VENV)/.setup: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@$(RUN) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v <= (3, 13) else \
-	"training needs Python 3.10 to 3.13, for which megatron-core has wheels; $(VENV) has %d.%d: remove it, " \
+	"training requires Python 3.10 to 3.13, for which megatron-core has wheels; $(VENV) has %d.%d: remove it, " \
 	"then make PYTHON=python3.13 ..." % v)'
 	$(RUN) -c 'import torch' 2>/dev/null || $(PIP) install --quiet $(TORCH)
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[train]'
@@ -41,89 +41,91 @@ $(VENV)/.setup-fast: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-setup: $(VENV)/.setup ## virtual environment with everything training needs
-setup-dev: $(VENV)/.setup-dev ## the same, and what tests and lint need
-system: ## the system packages that tests use, as root on Debian or Ubuntu
+setup: $(VENV)/.setup ## create the virtual environment for training
+setup-dev: $(VENV)/.setup-dev ## setup, and install the dependencies of tests and lint
+system: ## install the system packages that tests use (root, Debian or Ubuntu)
 	PYTHON=$(PYTHON) tools/dev/system.sh
 
 backend: setup ## fetch and adapt the training backend's source (idempotent)
 	$(RUN) tools/patch/unpatch.py --backend Megatron-LM
 
-data: setup ## corpus and tokenizer of the quickstart (idempotent)
+data: setup ## create the corpus and tokenizer of the quickstart (idempotent)
 	$(RUN) tools/data/quickstart.py
 
-quickstart: setup backend data ## train a tiny Llama-3 on this machine, from nothing
+quickstart: setup backend data ## train a tiny Llama-3 on this machine, including setup and data
 	$(RUN) run.py $(CONFIG) action=test
 
 HETERO := train.model.train_iters=40 train.model.global_batch_size=8 train.system.precision.bf16=false \
 	train.system.logging.log_interval=5 train.model.eval_interval=40 train.system.checkpoint.save=null
 
-hetero-quickstart: setup backend data ## the same on two unlike meshes, beside one rank's loss
+hetero-quickstart: setup backend data ## train on two heterogeneous meshes and compare the loss with that of one rank
 	$(RUN) run.py $(CONFIG) $(HETERO) experiment.exp_name=llama3_one_rank experiment.runner.nproc_per_node=1 \
 	action=test
 	$(RUN) run.py $(CONFIG) $(HETERO) train=tiny_hetero experiment.runner.nproc_per_node=4 action=test
 	$(RUN) tools/train/compare.py outputs_llama3_one_rank outputs_llama3_tiny_hetero
 
-# More workers than cores: many tests wait for processes. A file's tests stay with one worker, since
-# they share what is expensive to start; files go in their order, so that the short ones come last.
+# More workers than cores, because many tests wait for processes. All tests of a file run on one
+# worker, because they share expensive fixtures. Files keep their order, so that short ones come last.
 TEST_WORKERS ?= 3
 
 PYTEST = $(RUN) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: setup-dev backend ## the test suite; as root it brings the system packages it uses
+test: setup-dev backend ## run the test suite; as root, install the system packages that it uses
 	PYTHON=$(PYTHON) tools/dev/system.sh --if-possible
 	$(PYTEST) -m "not slow"
 
-test-slow: setup-dev backend ## the tests that take long for how rarely they find anything
+test-slow: setup-dev backend ## run the long tests that rarely find a regression
 	$(PYTEST) -m slow
 
-# An environment for each Python, without torch: what a login node that only launches has.
-test-fast: ## only the tests that need neither torch nor processes, for PYTHON=python3.10 to 3.14
+# One environment per Python version, without torch, as on a login node that only launches runs.
+test-fast: ## run the tests that use neither torch nor processes, for PYTHON=python3.10 to 3.14
 	@$(MAKE) --no-print-directory _fast \
 	VENV=.venv-fast-$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 _fast: $(VENV)/.setup-fast
 	$(RUN) -m pytest --numprocesses $(TEST_WORKERS) -m "not torch and not integration and not gpu"
 
-test-bare: ## quickstart and test in a bare Debian of its own, as root and as a user (needs debootstrap)
+test-bare: ## run quickstart and test in a minimal Debian, as root and as a user (requires debootstrap)
 	tools/dev/bare.sh
 
-lint: setup-dev ## ruff, mypy, and generated files in step with their sources
+lint: setup-dev ## run ruff, mypy --strict and the language check
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(RUN) tools/dev/language.py
 
-format: setup-dev ## let ruff rewrite what it can
+format: setup-dev ## apply ruff's fixes and formatting
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-docs: setup-dev ## write the generated files: configuration reference, argument list, tables of figures
+docs: setup-dev ## generate pages: configuration, arguments, commands, benchmark tables
 	$(RUN) tools/config/generate_arguments.py
 	$(RUN) tools/config/reference.py
+	$(RUN) tools/config/commands.py
 	$(RUN) tools/bench/tables.py
 
-wheel: setup ## dist/flagscale-*.whl with fsccl built for this torch, for hosts without a compiler
+wheel: setup ## build dist/flagscale-*.whl with fsccl for this torch, for hosts without a compiler
 	$(RUN) tools/dev/wheel.py
 
-bench: setup backend data ## measure launching and training on this machine into docs/results/
+bench: setup backend data ## benchmark launching and training on this machine; results in docs/results/
 	$(RUN) tools/bench/local_launch.py
 
-gpu-bench: setup backend ## measure training on this machine's GPUs; beside torchtitan in TORCHTITAN=its checkout
+gpu-bench: setup backend ## benchmark training on this machine's GPUs; TORCHTITAN=checkout compares torchtitan
 	$(RUN) tools/bench/gpu.py --output docs/results/gpu.json
 	$(if $(TORCHTITAN),$(RUN) tools/bench/beside_torchtitan.py --checkout $(TORCHTITAN) --output docs/results/torchtitan.json)
 
-gpu-test: setup-dev backend ## the tests that need a CUDA device
+gpu-test: setup-dev backend ## run the tests that require a CUDA device
 	$(RUN) -m pytest -m gpu
 
 SANITIZE_ROUNDS ?= 70
 
-sanitize: setup-dev ## fsccl's core with ranks as threads, under sanitizers, over SANITIZE_ROUNDS rounds
+sanitize: setup-dev ## test fsccl's core with ranks as threads under sanitizers, SANITIZE_ROUNDS rounds
 	FLAGSCALE_SANITIZE_ROUNDS=$(SANITIZE_ROUNDS) $(RUN) -m pytest tests/unit/fsccl
 
 FUZZ_SEEDS ?= 20000
 
-fuzz: setup-dev ## what may come from a peer or the store, FUZZ_SEEDS times; some minutes
-	FLAGSCALE_FUZZ_SEEDS=$(FUZZ_SEEDS) $(RUN) -m pytest tests/unit/fsccl/test_fsccl_core.py -k anything_may_come
+fuzz: setup-dev ## fuzz the input from peers and the store, FUZZ_SEEDS seeds (takes minutes)
+	FLAGSCALE_FUZZ_SEEDS=$(FUZZ_SEEDS) $(RUN) -m pytest tests/unit/fsccl/test_fsccl_core.py -k fuzzed_peers
 
-clean: ## remove what was generated, keep the environment and your runs
+clean: ## remove generated files, but not the environment and your runs
 	rm -rf third_party build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

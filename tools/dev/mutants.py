@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Faults put into fsccl's core one at a time, to see whether its tests notice.
+"""Mutation tests of fsccl's core: insert one fault at a time and check that its tests detect it.
 
-    tools/dev/mutants.py                # all of them, a minute each
-    tools/dev/mutants.py wake stripe    # those whose names hold one of the words
+    tools/dev/mutants.py                # all mutants, about a minute each
+    tools/dev/mutants.py wake stripe    # those whose names contain one of the words
 
-Each mutant is one line of ``csrc/core`` changed in a copy; the programs of tests/unit/fsccl/core
-that it names are compiled with it and run until one of them fails. A mutant that passes all of them
-is alive: write the test that kills it. By hand, and not in CI.
+Each mutant changes one line of ``csrc/core`` in a copy. The programs of tests/unit/fsccl/core that
+it lists are compiled with the copy and run until one of them fails. A mutant that passes all of
+them survives: write the test that detects it. Run by hand, not in CI.
 
-Exits with 4 when one is alive.
+Exits with 4 if a mutant survives.
 """
 
 from __future__ import annotations
@@ -23,83 +23,113 @@ from pathlib import Path
 PROJECT = Path(__file__).resolve().parents[2]
 CORE = PROJECT / "flagscale" / "comm" / "fsccl" / "csrc" / "core"
 TESTS = PROJECT / "tests" / "unit" / "fsccl" / "core"
-CHECKS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-"""Which the compiler puts into a program, but where ranks are fibers."""
-ALIVE = 4
-"""The exit code when a mutant is."""
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+"""Compiler flags of all programs, except those whose ranks are fibers."""
+SURVIVED = 4
+"""Exit code if a mutant survives."""
 
 RANKS = (
-    *(("ranks_test", shape, "1", "5") for shape in ("4", "2,2", "1,1,1")),
-    *(("ranks_test", "1,2,2", "3", "4", name) for name in ("ring", "tree", "transpose")),
+    ("ranks_test", "4", "1", "5"),
+    ("ranks_test", "2,2", "1", "5"),
+    ("ranks_test", "1,1,1", "1", "5"),
+    ("ranks_test", "1,2,2", "3", "4", "ring"),
+    ("ranks_test", "1,2,2", "3", "4", "tree"),
+    ("ranks_test", "1,2,2", "3", "4", "transpose"),
 )
-SLOW = tuple(
+MAILBOXES = tuple(
     ("ranks_test", "1,1,1,1", "4", "7", f"{name}@mailboxes")
     for name in ("ring", "tree", "transpose", "auto")
 )
-ALONE = (("ranks_test", "4", "1", "6"),)
+ONE_NODE = (("ranks_test", "4", "1", "6"),)
 PIPELINED = (
     ("ranks_test", "5", "2", "5", "6", "1000"),
     ("ranks_test", "3,2", "2", "5", "4", "777"),
 )
-MESSAGES = (("messages_test", "1"), ("stranger_test",))
+MESSAGES = (("messages_test", "1"), ("raw_peer_test",))
 FUZZ = (("fuzz_test", "1", "3000"),)
-LANES = tuple(
-    ("lanes_test", *play.split()) for play in ("steps 2 3 2", "roots 3 2 1", "rings 2 3 2")
+INTERLEAVINGS = tuple(
+    ("interleavings_test", *arguments.split())
+    for arguments in ("steps 2 3 2", "roots 3 2 1", "rings 2 3 2")
 )
-WRAP = (("lanes_test", "wrap", "2", "3", "2"),)
+COUNTER_WRAP = (("interleavings_test", "wrap", "2", "3", "2"),)
 SCALE = (("scale_test", "meet", "20"), ("scale_test", "meet", "20", "roll"))
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """``found`` stands once in ``file``."""
+    """One fault: ``original``, which occurs once in ``file``, becomes ``replacement``."""
 
     name: str
     file: str
-    found: str
-    put: str
+    original: str
+    replacement: str
     runs: tuple[tuple[str, ...], ...]
-    seconds: int = 180
-    """How long a run may take: what hangs is noticed."""
+    """Test programs with their arguments."""
+    timeout: int = 180
+    """Seconds per run; a hanging run counts as detected."""
 
 
 MUTANTS = (
-    Mutant("fill-at-once", "shm_steps.cpp", "    wait_posted(p, step_);\n", "", LANES),
-    Mutant("one-slot", "shm_steps.cpp", "(step & 1) *", "0 *", LANES),
     Mutant(
-        "no-wrap",
+        "write-without-waiting", "shm_steps.cpp", "    wait_posted(p, step_);\n", "", INTERLEAVINGS
+    ),
+    Mutant("one-slot", "shm_steps.cpp", "(step & 1) *", "0 *", INTERLEAVINGS),
+    Mutant(
+        "no-counter-wrap",
         "shm_steps.cpp",
         "static_cast<int32_t>(posted - step) >= 0",
         "posted >= step",
-        WRAP,
+        COUNTER_WRAP,
     ),
     Mutant(
-        "post-and-tell-nobody",
+        "post-without-wake",
         "shm_steps.cpp",
-        "mine.posted.store(++step_, std::memory_order_seq_cst);\n  if (mine.sleepers",
-        "mine.posted.store(++step_, std::memory_order_seq_cst);\n  if (false && mine.sleepers",
-        LANES,
-    ),
-    Mutant("sleep-unseen", "shm_steps.cpp", "theirs.sleepers.fetch_add(1", "(void)(0", LANES),
-    Mutant("ring-too-long", "channels.cpp", "- taken == kDepth", "- taken == kDepth + 1", LANES),
-    Mutant(
-        "bell-unheard",
-        "channels.cpp",
-        "!= 0) futex_wake_all(whose.bell)",
-        "== 7) futex_wake_all(whose.bell)",
-        LANES,
+        "store(++step_, std::memory_order_seq_cst);\n  if (own_state.sleepers",
+        "store(++step_, std::memory_order_seq_cst);\n  if (false && own_state.sleepers",
+        INTERLEAVINGS,
     ),
     Mutant(
-        "asleep-too-late",
+        "uncounted-sleeper",
+        "shm_steps.cpp",
+        "peer_state.sleepers.fetch_add(1",
+        "(void)(0",
+        INTERLEAVINGS,
+    ),
+    Mutant(
+        "channel-overfull",
         "channels.cpp",
-        "mine.asleep.store(1, std::memory_order_seq_cst);\n",
+        "- released == kDepth",
+        "- released == kDepth + 1",
+        INTERLEAVINGS,
+    ),
+    Mutant(
+        "doorbell-without-wake",
+        "channels.cpp",
+        "!= 0) futex_wake_all(state.doorbell)",
+        "== 7) futex_wake_all(state.doorbell)",
+        INTERLEAVINGS,
+    ),
+    Mutant(
+        "sleep-flag-missing",
+        "channels.cpp",
+        "own.sleeping.store(1, std::memory_order_seq_cst);\n",
         "",
-        LANES,
+        INTERLEAVINGS,
     ),
     Mutant("hello-unsigned", "tcp_io.cpp", "hello.mac != mac_of(key, hello, 0)", "false", MESSAGES),
-    Mutant("hello-again", "tcp_io.cpp", "(pair(rank).called_in & which) != 0", "false", MESSAGES),
     Mutant(
-        "hello-of-anyone", "tcp_io.cpp", "hello.message >= pairs_.size() || ", "", MESSAGES + FUZZ
+        "hello-replayed",
+        "tcp_io.cpp",
+        "(peer_state(rank).accepted_mask & bit) != 0",
+        "false",
+        MESSAGES,
+    ),
+    Mutant(
+        "hello-of-unknown-rank",
+        "tcp_io.cpp",
+        "hello.message >= peer_states_.size() || ",
+        "",
+        MESSAGES + FUZZ,
     ),
     Mutant(
         "frame-unsigned",
@@ -109,139 +139,162 @@ MUTANTS = (
         MESSAGES,
     ),
     Mutant(
-        "frame-repeated",
+        "frame-replayed",
         "connection.cpp",
         "if (!std::exchange(header_complete_, true)) next_in_ += 2;",
         "header_complete_ = true;",
         MESSAGES,
     ),
     Mutant(
-        "seal-unread",
+        "seal-ignored",
         "connection.cpp",
         "in_.bytes == 0 || seal_ == Seal::kWhole",
         "true",
         MESSAGES,
     ),
     Mutant(
-        "message-without-end",
+        "unbounded-message",
         "connection.cpp",
-        "in_.bytes > kMostBytes || in_.total > kMostBytes",
+        "in_.bytes > kMaxMessageBytes || in_.total > kMaxMessageBytes",
         "false",
         MESSAGES,
     ),
     Mutant(
-        "stripe-outside",
+        "stripe-out-of-bounds",
         "tcp_io.cpp",
-        "frame.bytes > m->total || frame.offset > m->total - frame.bytes",
+        "frame.bytes > message->total || frame.offset > message->total - frame.bytes",
         "false",
         FUZZ,
     ),
     Mutant(
         "announced-twice",
         "tcp_transport.cpp",
-        "from.inbox.find(m.message) != nullptr",
+        "from.inbox.find(incoming.message) != nullptr",
         "false",
         MESSAGES,
     ),
     Mutant(
-        "kept-without-end",
+        "unbounded-buffering",
         "tcp_transport.cpp",
-        "return kept + more > options.kept_bytes ||",
+        "return buffered + more > options.buffered_bytes ||",
         "return false ||",
         MESSAGES,
     ),
     Mutant(
-        "no-order-of-tags", "tcp_transport.cpp", "b->order < a->order", "false", MESSAGES + RANKS
+        "receive-order-ignored",
+        "tcp_transport.cpp",
+        "first_of_any->order < first_of_peer->order",
+        "false",
+        MESSAGES + RANKS,
     ),
     Mutant(
         "copies-after-abort",
-        "tcp_ends.cpp",
+        "tcp_shutdown.cpp",
         "  hold.wait_for_copies();\n  if (getpid()",
         "  if (getpid()",
         MESSAGES,
     ),
     Mutant(
-        "settles-while-copied",
+        "fails-while-copied",
         "request.h",
-        "if (copies == 0) settle(kFailed);",
-        "settle(kFailed);",
+        "if (copies_in_progress == 0) finish(kFailed);",
+        "finish(kFailed);",
         MESSAGES,
     ),
     Mutant(
-        "nobody-told",
-        "tcp_ends.cpp",
-        "if (connection.get() != told_by) tell_failure(connection);",
+        "abort-not-sent",
+        "tcp_shutdown.cpp",
+        "if (connection.get() != source) send_abort(connection);",
         "",
         MESSAGES,
     ),
-    Mutant("late-not-told", "tcp_io.cpp", "if (failed_) tell_failure(connection);", "", MESSAGES),
+    Mutant(
+        "abort-not-sent-to-late-peer",
+        "tcp_io.cpp",
+        "if (failure_) send_abort(connection);",
+        "",
+        MESSAGES,
+    ),
     Mutant(
         "closed-while-sending",
         "tcp_io.cpp",
-        "  hold.wait_until([&] { return !connection->sending(); });\n",
+        "  hold.unlock_until([&] { return !connection->sending(); });\n",
         "",
         MESSAGES,
     ),
-    Mutant("another-card", "tcp_transport.cpp", "m.card != r->card", "false", MESSAGES),
-    Mutant("another-size", "tcp_transport.cpp", "r->memory.bytes() != m.total", "false", MESSAGES),
+    Mutant(
+        "fingerprint-ignored",
+        "tcp_transport.cpp",
+        "message.fingerprint != receive->fingerprint",
+        "false",
+        MESSAGES,
+    ),
+    Mutant(
+        "size-ignored",
+        "tcp_transport.cpp",
+        "receive->memory.bytes() != message.total",
+        "false",
+        MESSAGES,
+    ),
     Mutant(
         "no-wake-of-requests",
         "request.h",
-        "if (state.exchange(to) == kAwaited) futex_wake_all(state);",
-        "state.exchange(to);",
+        "if (state.exchange(final_state) == kAwaited) futex_wake_all(state);",
+        "state.exchange(final_state);",
         MESSAGES,
     ),
     Mutant(
         "input-overwritten",
-        "hierarchy_routes.cpp",
-        "if (h.adds && h.ends && h.to.empty()) x.wait(&s.sends);",
+        "hierarchical_routes.cpp",
+        "if (h.adds_own && h.is_result && h.targets.empty()) requests.wait(&state.sends);",
         "",
-        SLOW,
+        MAILBOXES,
     ),
     Mutant(
         "one-stream",
-        "hierarchy_routes.cpp",
+        "hierarchical_routes.cpp",
         "return 1 + 2 * segment + (result ? 1 : 0);",
         "return 1;",
         RANKS,
     ),
     Mutant(
-        "order-of-clusters",
-        "hierarchy_routes.cpp",
-        "sources.insert(sources.begin() + (before - h.from.begin()), s.own[h.segment]);",
-        "sources.push_back(s.own[h.segment]);",
+        "node-order-ignored",
+        "hierarchical_routes.cpp",
+        "sources.insert(sources.begin() + (own_position - h.sources.begin()), "
+        "state.own_sums[h.segment]);",
+        "sources.push_back(state.own_sums[h.segment]);",
         RANKS,
     ),
     Mutant(
         "averaged-at-every-hop",
-        "hierarchy_routes.cpp",
-        "r.first_stage().last_stage(), to",
-        "r.last_stage(), to",
+        "hierarchical_routes.cpp",
+        "r.first_stage().last_stage(), target",
+        "r.last_stage(), target",
         RANKS,
     ),
     Mutant(
         "multiplied-at-every-hop",
-        "hierarchy_routes.cpp",
-        "r.first_stage().last_stage(), to",
-        "r.first_stage(), to",
+        "hierarchical_routes.cpp",
+        "r.first_stage().last_stage(), target",
+        "r.first_stage(), target",
         RANKS,
     ),
     Mutant(
-        "stage-too-few",
-        "hierarchy_routes.cpp",
-        "(route.end + ahead) / route.stride + 2;",
-        "(route.end + ahead) / route.stride - 1;",
+        "too-few-chunk-states",
+        "hierarchical_routes.cpp",
+        "(route.end_time + receive_ahead) / route.stride + 2;",
+        "(route.end_time + receive_ahead) / route.stride - 1;",
         RANKS,
     ),
     Mutant(
         "sends-not-awaited",
-        "hierarchy_routes.cpp",
-        "  x.wait(&s.sends);\n}\n\n}  // namespace",
-        "  s.sends.clear();\n}\n\n}  // namespace",
-        SLOW,
+        "hierarchical_routes.cpp",
+        "  requests.wait(&state.sends);\n}\n\n}  // namespace",
+        "  state.sends.clear();\n}\n\n}  // namespace",
+        MAILBOXES,
     ),
     Mutant(
-        "ring-the-other-way",
+        "ring-reversed",
         "route.cpp",
         "(me + 2 * count - 1 - t) % count",
         "(me + 1 + t) % count",
@@ -250,108 +303,123 @@ MUTANTS = (
     Mutant(
         "no-wake-of-steps",
         "shm_steps.cpp",
-        "mine.posted.store(++step_, std::memory_order_seq_cst);\n"
-        "  if (mine.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake_all(mine.posted);",
-        "mine.posted.store(++step_, std::memory_order_seq_cst);",
-        ALONE,
+        "own_state.posted.store(++step_, std::memory_order_seq_cst);\n"
+        "  if (own_state.sleepers.load(std::memory_order_seq_cst) > 0) "
+        "futex_wake_all(own_state.posted);",
+        "own_state.posted.store(++step_, std::memory_order_seq_cst);",
+        ONE_NODE,
         15,
     ),
     Mutant(
-        "no-wake-by-bell",
+        "no-wake-by-doorbell",
         "channels.cpp",
-        "if (whose.asleep.load(std::memory_order_seq_cst) != 0) futex_wake_all(whose.bell);",
+        "if (state.sleeping.load(std::memory_order_seq_cst) != 0) futex_wake_all(state.doorbell);",
         "",
         PIPELINED,
         15,
     ),
-    Mutant("channel-too-full", "channels.cpp", "- taken == kDepth", "- taken > kDepth", PIPELINED),
     Mutant(
-        "premature-roll", "rendezvous.cpp", "lines.size() < before.size()", "true", FUZZ + SCALE
+        "channel-limit-off-by-one",
+        "channels.cpp",
+        "- released == kDepth",
+        "- released > kDepth",
+        PIPELINED,
+    ),
+    Mutant(
+        "peer-table-line-unchecked",
+        "rendezvous.cpp",
+        "lines.size() < previous.size()",
+        "true",
+        FUZZ + SCALE,
     ),
 )
 
 
 class Builder:
-    """Programs of the tests with one copy of the core each."""
+    """Compiler of the test programs, each linked with one copy of the core."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.core = directory / "core"
-        self._object = directory / "core.o"
-        self._tests: dict[str, Path] = {}
-        shutil.copytree(CORE.with_name("datagram"), directory / "datagram")  # of the core's unit
+        self._core_object = directory / "core.o"
+        self._test_objects: dict[str, Path] = {}
+        # core.cpp includes the sources of datagram/.
+        shutil.copytree(CORE.with_name("datagram"), directory / "datagram")
 
-    def mutate(self, mutant: Mutant) -> None:
-        """A fresh copy with the one change."""
+    def apply_mutant(self, mutant: Mutant) -> None:
+        """Replace the copy of the core by a fresh one with the fault of ``mutant``."""
         shutil.rmtree(self.core, ignore_errors=True)
         shutil.copytree(CORE, self.core)
         path = self.core / mutant.file
         text = path.read_text()
-        if text.count(mutant.found) != 1:
-            sys.exit(f"{mutant.name}: its line is {text.count(mutant.found)} times in {path.name}")
-        path.write_text(text.replace(mutant.found, mutant.put))
+        occurrences = text.count(mutant.original)
+        if occurrences != 1:
+            sys.exit(f"{mutant.name}: its line occurs {occurrences} times in {path.name}")
+        path.write_text(text.replace(mutant.original, mutant.replacement))
         if mutant.file.endswith(".h"):
-            self._tests.clear()
-        self._object.unlink(missing_ok=True)
+            self._test_objects.clear()
+        self._core_object.unlink(missing_ok=True)
 
-    def compile(self, source: Path, made: Path) -> None:
-        _compile("-c", f"-I{self.core}", str(source), "-o", str(made))
+    def build_program(self, test: str) -> Path:
+        """Compile a test program with the current copy of the core and return its path."""
+        program = self.directory / test
+        source = TESTS / f"{test}.cpp"
+        if test == "interleavings_test":  # includes the sources that it tests
+            _run_compiler(f"-I{self.core}", str(source), "-o", str(program), sanitizers=())
+            return program
+        if test not in self._test_objects:
+            self._test_objects[test] = self.directory / f"{test}.o"
+            self._compile_object(source, self._test_objects[test])
+        if not self._core_object.exists():
+            self._compile_object(self.core / "core.cpp", self._core_object)
+        _run_compiler(str(self._test_objects[test]), str(self._core_object), "-o", str(program))
+        return program
 
-    def program(self, test: str) -> Path:
-        if test == LANES[0][0]:  # which has the sources that it plays within itself
-            made = self.directory / test
-            source = str(TESTS / f"{test}.cpp")
-            _compile(f"-I{self.core}", source, "-o", str(made), checks=())
-            return made
-        if test not in self._tests:
-            self._tests[test] = self.directory / f"{test}.o"
-            self.compile(TESTS / f"{test}.cpp", self._tests[test])
-        if not self._object.exists():
-            self.compile(self.core / "core.cpp", self._object)
-        made = self.directory / test
-        _compile(str(self._tests[test]), str(self._object), "-o", str(made))
-        return made
-
-
-def _compile(*words: str, checks: tuple[str, ...] = CHECKS) -> None:
-    flags = ["-std=c++17", "-g1", "-O0", "-pthread", *checks]
-    subprocess.run(["g++", *flags, *words], check=True)
+    def _compile_object(self, source: Path, target: Path) -> None:
+        _run_compiler("-c", f"-I{self.core}", str(source), "-o", str(target))
 
 
-def killed_by(builder: Builder, mutant: Mutant) -> str | None:
-    """Which run has noticed."""
-    builder.mutate(mutant)
+def _run_compiler(*arguments: str, sanitizers: tuple[str, ...] = SANITIZERS) -> None:
+    flags = ["-std=c++17", "-g1", "-O0", "-pthread", *sanitizers]
+    subprocess.run(["g++", *flags, *arguments], check=True)
+
+
+def find_detecting_run(builder: Builder, mutant: Mutant) -> str | None:
+    """Return a description of the first run that detects the mutant, None if it survives."""
+    builder.apply_mutant(mutant)
     for run in mutant.runs:
+        command_line = " ".join(run)
         try:
-            done = subprocess.run(
-                [str(builder.program(run[0])), *run[1:]],
+            result = subprocess.run(
+                [str(builder.build_program(run[0])), *run[1:]],
                 capture_output=True,
                 text=True,
-                timeout=mutant.seconds,
+                timeout=mutant.timeout,
                 check=False,
                 env={"ASAN_OPTIONS": "hard_rss_limit_mb=2000:max_allocation_size_mb=1000"},
             )
         except subprocess.TimeoutExpired:
-            return f"{' '.join(run)}: more than {mutant.seconds} s"
-        if done.returncode != 0:
-            words = done.stderr.strip().splitlines() or [f"code {done.returncode}"]
-            why = next((line for line in words if "ERROR" in line or "error" in line), words[0])
-            return f"{' '.join(run)}: {why[:120]}"
+            return f"{command_line}: more than {mutant.timeout} s"
+        if result.returncode != 0:
+            lines = result.stderr.strip().splitlines() or [f"code {result.returncode}"]
+            error = next((line for line in lines if "ERROR" in line or "error" in line), lines[0])
+            return f"{command_line}: {error[:120]}"
     return None
 
 
 def main() -> int:
-    chosen = [m for m in MUTANTS if not sys.argv[1:] or any(w in m.name for w in sys.argv[1:])]
-    alive = []
+    filters = sys.argv[1:]
+    selected = [m for m in MUTANTS if not filters or any(word in m.name for word in filters)]
+    survivors = []
     with tempfile.TemporaryDirectory() as directory:
         builder = Builder(Path(directory))
-        for mutant in chosen:
-            why = killed_by(builder, mutant)
-            print(f"{mutant.name:28} {why or 'ALIVE'}", flush=True)
-            if why is None:
-                alive.append(mutant.name)
-    print(f"{len(alive)} of {len(chosen)} alive: {' '.join(alive)}")
-    return ALIVE if alive else 0
+        for mutant in selected:
+            detection = find_detecting_run(builder, mutant)
+            print(f"{mutant.name:28} {detection or 'SURVIVED'}", flush=True)
+            if detection is None:
+                survivors.append(mutant.name)
+    print(f"{len(survivors)} of {len(selected)} survived: {' '.join(survivors)}")
+    return SURVIVED if survivors else 0
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Build a wheel that carries fsccl compiled, so that hosts need no compiler.
+"""Build a wheel that contains compiled fsccl, so that hosts need no compiler.
 
     tools/dev/wheel.py [--python OTHER/bin/python ...] [--output dist]
 
-Each Python compiles it for itself and the torch that it has; all builds go into one wheel, of which
-a host uses the one that fits it. A host that none fits compiles for itself on first use.
+Each given Python compiles fsccl for itself and its installed torch. All builds go into one wheel,
+and a host uses the matching one. A host without a matching build compiles fsccl on first use.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from flagscale.cli_errors import guard
+from flagscale.cli_errors import run_command
 from flagscale.errors import ConfigError, FlagscaleError
 
 PROJECT = Path(__file__).resolve().parents[2]
-PARTS = ("flagscale", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+COPIED_PATHS = ("flagscale", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 PREBUILT = Path("flagscale", "comm", "fsccl", "prebuilt")
 
 
@@ -37,25 +35,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs="+",
         default=[sys.executable],
         metavar="PYTHON",
-        help="Pythons, each with the torch to build for; default: this one",
+        help="Python interpreters, each with the torch to build for (default: this one)",
     )
-    parser.add_argument("--output", type=Path, default=PROJECT / "dist", help="%(default)s")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=PROJECT / "dist",
+        help="output directory (default: %(default)s)",
+    )
     options = parser.parse_args(argv)
     for python in options.python:
         if shutil.which(python) is None:
-            raise ConfigError(f"--python: there is no program {python!r}")
+            raise ConfigError(f"--python: no such program: {python!r}")
     with tempfile.TemporaryDirectory() as directory:
         tree = Path(directory)
         copy_sources(tree)
         for python in options.python:
             print(f"compiling fsccl for {python}", flush=True)
-            run([python, "-m", "flagscale.comm.fsccl.prebuilt"], tree)
+            run_in_tree([python, "-m", "flagscale.comm.fsccl.prebuilt"], tree)
         platform_tag = f"linux_{platform.machine()}"
-        run(
+        run_in_tree(
             [
-                *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", str(tree)),
+                sys.executable,
+                "-m",
+                "pip",
+                "wheel",
+                "--quiet",
+                "--no-deps",
+                str(tree),
                 f"--config-settings=--build-option=--plat-name={platform_tag}",
-                *("--wheel-dir", str(options.output.absolute())),
+                "--wheel-dir",
+                str(options.output.absolute()),
             ],
             tree,
         )
@@ -69,21 +79,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def copy_sources(tree: Path) -> None:
-    """The package, with what has been prebuilt here already, without what Python makes of it."""
+    """Copy the package with its prebuilt libraries, but without files that Python generates."""
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in PARTS:
-        part = PROJECT / name
-        if part.is_dir():
-            shutil.copytree(part, tree / name, ignore=ignored)
+    for name in COPIED_PATHS:
+        source = PROJECT / name
+        if source.is_dir():
+            shutil.copytree(source, tree / name, ignore=ignored)
         else:
-            shutil.copy2(part, tree / name)
+            shutil.copy2(source, tree / name)
 
 
-def run(command: Sequence[str], tree: Path) -> None:
-    """Run in the copy, whose own package is imported.
+def run_in_tree(command: Sequence[str], tree: Path) -> None:
+    """Run a command in the copied tree, so that the tree's own package is imported.
 
     Raises:
-        FlagscaleError: it fails; what it said has been shown.
+        FlagscaleError: The command failed. Its output has been printed.
     """
     code = subprocess.run(command, cwd=tree, check=False).returncode
     if code:
@@ -91,4 +101,4 @@ def run(command: Sequence[str], tree: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(guard(main))
+    sys.exit(run_command(main))
