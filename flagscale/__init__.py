@@ -1,7 +1,7 @@
 """flagscale: one YAML, one command, LLM training on any mix of machines and chips.
 
-``flagscale.launch``, ``plan``, ``find`` and ``Run`` are those of :mod:`flagscale.api`, loaded when first
-used.
+``flagscale.launch``, ``plan``, ``find`` and ``Run`` are those of :mod:`flagscale.api`, loaded when
+first used.
 """
 
 from importlib import import_module as _import_module

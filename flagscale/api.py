@@ -1,4 +1,4 @@
-"""Runs from Python: planned, started, watched and ended as the command line does it.
+"""Python API: plan, start, observe and end runs.
 
 ::
 
@@ -8,9 +8,9 @@
     status = run.wait()
     print(status.phase, status.loss, run.logs(rank=0, lines=20))
 
-What goes wrong is an exception of :mod:`flagscale.errors`. Nothing here takes over signals, and
-nothing of Hydra's stays behind, so that it does in a notebook, in threads, and in a program that
-uses Hydra itself.
+Errors are exceptions of :mod:`flagscale.errors`. The API installs no signal handlers and leaves no
+global state of Hydra's behind, so it works in notebooks, in threads, and in programs that use
+Hydra themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, cast
 from flagscale.config.actions import Purpose
 from flagscale.errors import ConfigError, Problem, RunStateError
 
-# Importing this costs next to nothing: what plans and starts is loaded when it is asked for.
+# Importing this module is cheap: planning and launching code is loaded on first use.
 if TYPE_CHECKING:
     from flagscale.config.schema import Experiment
     from flagscale.launcher.planning.model import LaunchPlan
@@ -36,57 +36,60 @@ if TYPE_CHECKING:
     from flagscale.launcher.state import RunState
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
-"""The path of a YAML, of which Hydra composes the configuration, or the whole configuration."""
+"""Path of a YAML, from which Hydra composes the configuration, or the whole configuration."""
 _NAME = "config"
 
 
 def launch(config: Config, overrides: Sequence[str] = ()) -> Run:
-    """Start a run in the background, whatever its ``runner.foreground`` says.
+    """Start a run in the background, regardless of ``runner.foreground``.
 
-    Returns once the run is as far as its ``runner.wait_for`` says: ``none`` waits for nothing.
+    Returns when the run has reached ``runner.wait_for``; with ``none``, at once.
 
     Args:
-        config: the path of a YAML, or a configuration as nested mappings.
-        overrides: as Hydra writes them: ``train.model.lr=1e-4``.
+        config: path of a YAML, or a configuration as nested mappings.
+        overrides: in Hydra's syntax: ``train.model.lr=1e-4``.
 
     Raises:
-        ConfigError: every mistake in the configuration, and what a preflight has found.
-        JobError: the run failed, or its ranks did not join, before it was as far.
-        RunStateError: another run lives in its directory.
+        ConfigError: the configuration or a host is wrong; has every problem.
+        JobError: the run failed, or its ranks did not join, before ``wait_for`` was reached.
+        RunStateError: another run is alive in its directory.
         UnreachableError: a host or a scheduler does not answer.
     """
-    from flagscale.launcher.actions import launch as start
+    from flagscale.launcher.actions import launch_in_background as start
 
-    with _files():
+    with _file_errors():
         return Run(start(load(config, overrides, "launch")))
 
 
 def plan(config: Config, overrides: Sequence[str] = ()) -> LaunchPlan:
-    """What :func:`launch` would start, host by host; nothing is started and nobody asked.
+    """Return the plan that :func:`launch` would start. Nothing is started and no host is contacted.
 
-    Raises :class:`ConfigError` for every mistake in the configuration.
+    Raises:
+        ConfigError: the configuration is wrong; has every problem.
     """
-    from flagscale.launcher.runners.base import runner_for
+    from flagscale.launcher.runners.base import runner_for_experiment
 
-    with _files():
+    with _file_errors():
         experiment = load(config, overrides, "plan")
-        return runner_for(experiment).plan(experiment)
+        return runner_for_experiment(experiment).plan(experiment)
 
 
 def find(run: str | os.PathLike[str]) -> Run:
-    """A run that was started before, by anybody's launcher: by its id, the beginning of it, or the
-    directory of its experiment. Raises :class:`RunStateError` for none, :class:`ConfigError` for
-    the beginning of several."""
-    from flagscale.launcher.runs import named
+    """Return an earlier run by its id, the beginning of its id, or the directory of its experiment.
 
-    with _files():
-        return Run(named(os.fspath(run)))
+    Raises:
+        RunStateError: there is none.
+        ConfigError: several ids begin with the text.
+    """
+    from flagscale.launcher.runs import require_run
+
+    with _file_errors():
+        return Run(require_run(os.fspath(run)))
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that was started. All that is asked of it is asked anew, from wherever it can be
-    reached, so that it may be kept for as long as one likes."""
+    """Handle of a started run. Every method queries the current state."""
 
     _state: RunState = field(repr=False)
 
@@ -96,96 +99,114 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The experiment's name."""
+        """Name of the experiment."""
         return self._state.name
 
     @property
     def directory(self) -> Path:
-        """The experiment's directory."""
+        """Directory of the experiment."""
         return self._state.exp_dir
 
     def __repr__(self) -> str:
         return f"Run({self.id!r}, {str(self.directory)!r})"
 
     def status(self) -> Snapshot:
-        """What it is doing now: ``phase``, ``step``, ``loss``, ``failure``, ``hosts``, …"""
+        """Return the current status: ``phase``, ``step``, ``loss``, ``failure``, ``hosts``, …"""
         return self.wait(timeout=0)
 
     def wait(self, timeout: float | None = None, every: float = 1.0) -> Snapshot:
-        """Wait until it has ended, for ``timeout`` seconds at most; what it was doing last, looked
-        at ``every`` so many seconds. ``phase.ended`` tells whether it has ended."""
-        from flagscale.launcher.runs import remember
+        """Wait until the run has ended, at most ``timeout`` seconds, and return its last status.
+
+        The status is polled every ``every`` seconds. ``phase.ended`` is true if the run has ended.
+        """
+        from flagscale.launcher.runs import remember_outcome
 
         if not every > 0 or (timeout is not None and not timeout >= 0):
             raise ConfigError("wait: expected a timeout of no less than 0, every of more than 0")
         until = None if timeout is None else time.monotonic() + timeout
-        with self._asked() as (runner, _):
+        with self._open_runner() as (runner, _):
             while True:
-                seen = runner.query(self._now())
-                left = every if until is None else min(every, until - time.monotonic())
-                if seen.phase.ended or left <= 0:
+                snapshot = runner.query(self._current_state())
+                remaining = every if until is None else min(every, until - time.monotonic())
+                if snapshot.phase.ended or remaining <= 0:
                     break
-                time.sleep(left)
-            return remember(self._now(), seen)
+                time.sleep(remaining)
+            return remember_outcome(self._current_state(), snapshot)
 
     def logs(self, rank: int | None = None, lines: int | None = None) -> list[str]:
-        """What it has printed so far, every line with its host and rank; of one rank alone, or the
-        last so many lines of each host."""
-        from flagscale.launcher.logs import lines_of
+        """Return the lines printed so far, with host and rank in front.
+
+        ``rank`` selects one rank, ``lines`` the last lines of each host.
+        """
+        from flagscale.launcher.logs import read_lines
 
         if lines is not None and lines < 0:
             raise ConfigError(f"lines: expected 0 or more, found {lines}")
-        with self._asked() as (runner, state):
+        with self._open_runner() as (runner, state):
             runner.bring_output(state)
-            return list(lines_of(self._now(), rank, lines))
+            return list(read_lines(self._current_state(), rank, lines))
 
     def follow(self, rank: int | None = None) -> Iterator[str]:
-        """What it has printed, and what it prints until it ends."""
+        """Yield the lines printed so far, and further ones until the run ends."""
         from flagscale.launcher import logs
 
-        with self._asked() as (runner, state):
+        with self._open_runner() as (runner, state):
             runner.bring_output(state)
-            yield from logs.follow(logs.of_hosts(self._now(), rank), lambda: runner.ended(state))
+            yield from logs.follow_lines(
+                logs.host_outputs(self._current_state(), rank), lambda: runner.ended(state)
+            )
 
     def report(self, output: str | os.PathLike[str] | None = None, *others: Run) -> Path:
-        """Write its page, ``report_<id>.html`` in the working directory unless ``output`` says
-        where, beside those of ``others``; the path of the file. Raises :class:`RunStateError`
-        where it cannot be written."""
-        from flagscale.report.pages import write
+        """Write the run's HTML report, next to those of ``others``, and return its path.
+
+        The default is ``report_<id>.html`` in the working directory.
+
+        Raises:
+            RunStateError: the file cannot be written.
+        """
+        from flagscale.report.pages import write_page
 
         path = Path(f"report_{self.id}.html" if output is None else output).absolute()
-        with _files():
-            return write([run._now() for run in (self, *others)], path)
+        with _file_errors():
+            return write_page([run._current_state() for run in (self, *others)], path)
 
     def stop(self) -> None:
-        """End it and nothing else, with ``runner.stop_grace`` seconds to save; one that has ended
-        stays as it is. Raises :class:`UnreachableError` where it may live on."""
-        from flagscale.launcher.run_commands import finish
+        """End this run, with ``runner.stop_grace`` seconds to save. Has no effect on an ended run.
 
-        with _files():
-            finish(self._now())
+        Raises:
+            UnreachableError: the run may still be alive.
+        """
+        from flagscale.launcher.run_commands import stop_run
 
-    def _now(self) -> RunState:
-        """Its state as its directory has it: that of a stop, or the names of hosts that a scheduler
-        has given."""
-        from flagscale.launcher.state import latest
+        with _file_errors():
+            stop_run(self._current_state())
 
-        return latest(self._state)
+    def _current_state(self) -> RunState:
+        """Return the state in the run's directory, which has stops and the hosts a scheduler
+        allocated.
+        """
+        from flagscale.launcher.state import reload_state
+
+        return reload_state(self._state)
 
     @contextmanager
-    def _asked(self) -> Iterator[tuple[Runner, RunState]]:
-        from flagscale.launcher.runners.base import runner_of
+    def _open_runner(self) -> Iterator[tuple[Runner, RunState]]:
+        from flagscale.launcher.runners.base import runner_for_run
 
-        state = self._now()
-        with _files(), closing(runner_of(state)) as runner:
+        state = self._current_state()
+        with _file_errors(), closing(runner_for_run(state)) as runner:
             yield runner, state
 
 
 def load(config: Config, overrides: Sequence[str], purpose: Purpose) -> Experiment:
-    """The experiment of a configuration, checked. Raises :class:`ConfigError`."""
+    """Load and check the experiment of a configuration.
+
+    Raises:
+        ConfigError: it is wrong.
+    """
     from flagscale.config.load import load as read
 
-    _require_texts(overrides)
+    _check_overrides(overrides)
     config = _as_data(config)
     if not isinstance(config, Mapping):
         path = Path(config).absolute()
@@ -198,9 +219,11 @@ def load(config: Config, overrides: Sequence[str], purpose: Purpose) -> Experime
     return _load_mapping(config, overrides, purpose)
 
 
-def _require_texts(overrides: object) -> None:
+def _check_overrides(overrides: object) -> None:
     listed = isinstance(overrides, Sequence) and not isinstance(overrides, (str, bytes))
-    if not listed or not all(isinstance(one, str) for one in cast(Sequence[object], overrides)):
+    if not listed or not all(
+        isinstance(override_text, str) for override_text in cast(Sequence[object], overrides)
+    ):
         raise ConfigError(f"overrides: expected a list of texts, found {overrides!r}")
     for override in cast(Sequence[str], overrides):
         if override.lstrip("+").startswith("action="):
@@ -208,11 +231,11 @@ def _require_texts(overrides: object) -> None:
 
 
 def _as_data(config: Config) -> Config:
-    """A configuration as a path or as nested mappings; those of OmegaConf as they are written."""
+    """Return a path or nested mappings; OmegaConf's interpolations stay unresolved."""
     if _is_omegaconf(config):
         from omegaconf import OmegaConf
 
-        # What refers to other keys, or is still to be given, is for loading.
+        # Interpolations and missing values are handled when the configuration is loaded.
         config = cast(Config, OmegaConf.to_container(cast(Any, config)))
     if not isinstance(config, (str, os.PathLike, Mapping)):
         kind = type(config).__name__
@@ -221,45 +244,61 @@ def _as_data(config: Config) -> Config:
 
 
 def _is_omegaconf(config: object) -> bool:
-    """Whether this is a DictConfig, as programs have that use Hydra themselves."""
+    """Return whether this is a DictConfig, as used by programs with Hydra."""
     return type(config).__module__.partition(".")[0] == "omegaconf"
 
 
 def _load_mapping(
     config: Mapping[str, Any], overrides: Sequence[str], purpose: Purpose
 ) -> Experiment:
-    """The experiment of a mapping. It is read from a file, as any YAML, which nobody else may read
-    and which is gone afterwards: it may hold secrets, and its lines mean nothing to anybody."""
+    """Load the experiment of a mapping.
+
+    It is written to a temporary private file, because it may contain secrets, and read as any YAML.
+    Line numbers of that file are removed from messages.
+    """
     import yaml
 
     from flagscale.config.load import load as read
     from flagscale.launcher.layout import Layout
 
-    text = yaml.safe_dump(_plain(config, ""), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(_to_plain_data(config, ""), sort_keys=False, allow_unicode=True)
     with TemporaryDirectory(prefix="flagscale-") as name:
         file = Path(name, f"{_NAME}.yaml")
         file.write_text(text, encoding="utf-8")
         try:
-            made = read(file.parent, _NAME, overrides, purpose).experiment
+            experiment = read(file.parent, _NAME, overrides, purpose).experiment
         except ConfigError as error:
-            problems = [replace(one, where=_place(one.where)) for one in error.problems]
+            problems = [
+                replace(problem, where=_drop_file_location(problem.where))
+                for problem in error.problems
+            ]
             raise ConfigError(problems, hint=error.hint) from None
-    sources = {key: place for key, where in made.sources.items() if (place := _place(where))}
-    return replace(made, config_file=Layout(made.exp_dir).config, sources=sources)
+    sources = {
+        key: place
+        for key, where in experiment.sources.items()
+        if (place := _drop_file_location(where))
+    }
+    return replace(experiment, config_file=Layout(experiment.exp_dir).config, sources=sources)
 
 
-def _place(where: str | None) -> str | None:
+def _drop_file_location(where: str | None) -> str | None:
     from flagscale.config.sources import OVERRIDE
 
     return where if where == OVERRIDE else None
 
 
-def _plain(value: Any, key: str) -> Any:
-    """What YAML knows, of what programs have. Raises :class:`ConfigError` for anything else."""
+def _to_plain_data(value: Any, key: str) -> Any:
+    """Convert a value to plain YAML data.
+
+    Raises:
+        ConfigError: it has another type.
+    """
     if isinstance(value, Mapping):
-        return {str(k): _plain(inner, f"{key}.{k}".lstrip(".")) for k, inner in value.items()}
+        return {
+            str(k): _to_plain_data(inner, f"{key}.{k}".lstrip(".")) for k, inner in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [_plain(inner, key) for inner in value]
+        return [_to_plain_data(inner, key) for inner in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     for kind in (bool, int, float, str):
@@ -267,13 +306,13 @@ def _plain(value: Any, key: str) -> Any:
             return kind(value)
     if value is None:
         return None
-    found = type(value).__name__
-    raise ConfigError(Problem(key, f"expected plain data, found {value!r} of type {found}"))
+    type_name = type(value).__name__
+    raise ConfigError(Problem(key, f"expected plain data, found {value!r} of type {type_name}"))
 
 
 @contextmanager
-def _files() -> Iterator[None]:
-    """A file that cannot be read or written is an error like others."""
+def _file_errors() -> Iterator[None]:
+    """Turn file errors into errors of this API."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,8 @@
-"""What a distributed checkpoint's ``.metadata`` says: which tensor lies where.
+"""Restricted reader of ``.metadata``, the index of a PyTorch distributed checkpoint.
 
-It is a pickle. The unpickler here knows the classes that describe a checkpoint, and no others, so
-that a checkpoint from elsewhere runs no code.
+``.metadata`` is a pickle that lists each tensor's chunks and their byte ranges in files. The
+unpickler here resolves only the classes that describe a checkpoint, so a checkpoint from an
+untrusted source runs no code.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 from flagscale.errors import CheckpointError
 
 METADATA = ".metadata"
-_MOST_BYTES = 1 << 30
-_KNOWN = {
+_MAX_BYTES = 1 << 30
+_ALLOWED_MODULES = {
     "torch.distributed.checkpoint.metadata": metadata,
     "torch.distributed.checkpoint.filesystem": filesystem,
     "torch.distributed.checkpoint.planner": planner,
 }
-_CLASSES = {
+_ALLOWED_CLASSES = {
     "Metadata",
     "MetadataIndex",
     "TensorStorageMetadata",
@@ -42,55 +43,59 @@ _CLASSES = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module in _KNOWN and name in _CLASSES:
-            return getattr(_KNOWN[module], name)
+        if module in _ALLOWED_MODULES and name in _ALLOWED_CLASSES:
+            return getattr(_ALLOWED_MODULES[module], name)
         if module == "torch" and (
             name == "Size" or isinstance(getattr(torch, name, 0), torch.dtype)
         ):
             return getattr(torch, name)
         if (module, name) == ("torch.serialization", "_get_layout"):
-            return _layout
+            return _get_strided_layout
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         if (module, name) == ("builtins", "getattr"):
-            return _member
+            return _get_enum_member
         if module.startswith("pathlib") and name in ("PosixPath", "PurePosixPath"):
-            return _path
+            return _join_path
         raise pickle.UnpicklingError(f"it names {module}.{name}, which describes no checkpoint")
 
 
-def _member(owner: object, name: str) -> Enum:
-    """A member of an enumeration, as the first releases of Python 3.11 write it, Debian 12's among
-    them; nobody else's attribute."""
+def _get_enum_member(owner: object, name: str) -> Enum:
+    """Look up a member of an enumeration; refuse every other ``getattr``.
+
+    Early releases of Python 3.11, such as Debian 12's, pickle an enumeration's member as a
+    ``getattr``.
+    """
     if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
         return owner[name]
     raise pickle.UnpicklingError(f"it asks {owner!r} for {name!r}")
 
 
-def _layout(_name: str) -> torch.layout:
+def _get_strided_layout(_name: str) -> torch.layout:
     return torch.strided
 
 
-def _path(*parts: str) -> str:
+def _join_path(*parts: str) -> str:
     return str(PurePosixPath(*parts))
 
 
 def read_metadata(path: Path) -> metadata.Metadata:
-    """What ``.metadata`` of the checkpoint in a directory says.
+    """Read ``.metadata`` of the checkpoint in a directory.
 
     Raises:
-        CheckpointError: it is missing, damaged, or holds what has no place there.
+        CheckpointError: the file is missing, damaged, or names a class that describes no
+            checkpoint.
     """
     try:
         with (path / METADATA).open("rb") as file:
-            found = _Unpickler(io.BytesIO(file.read(_MOST_BYTES))).load()
+            content = _MetadataUnpickler(io.BytesIO(file.read(_MAX_BYTES))).load()
     except OSError as error:
         reason = error.strerror or str(error)
         raise CheckpointError(f"{path / METADATA} cannot be read: {reason}") from error
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(f"{path / METADATA} cannot be read: {error}") from error
-    if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
+    if not isinstance(content, metadata.Metadata) or not isinstance(content.storage_data, dict):
         raise CheckpointError(f"{path / METADATA} describes no checkpoint")
-    return found
+    return content

@@ -1,11 +1,11 @@
-"""The checkpoints in a directory: their names, which of them are whole, which one would be loaded.
+"""Checkpoint directories: their names, their manifests, and the checkpoint that a run would load.
 
-Both ends ask: the training program when it loads, and the launcher before it starts anything. No
-torch, but for a checkpoint without a manifest, which another program has written.
+Used by the ranks when they load and by the launcher before it starts anything. Torch is imported
+only for a checkpoint without a manifest, that is, one written by another program.
 
     python -m flagscale.checkpoints DIRECTORY
 
-answers one line of JSON, what a preflight asks a host's Python: see :func:`answer`.
+prints one line of JSON for the preflight of a host: see :func:`describe_latest`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from typing import Any
 from flagscale.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
-"""The file in which Megatron-LM, and so this project, names the newest checkpoint."""
+"""Tracker file, as in Megatron-LM: holds the iteration of the newest checkpoint."""
 MANIFEST = "manifest.json"
 NAME = r"iter_([0-9]{7,})"
-"""A checkpoint's name in its directory, as a pattern for Python and for bash."""
+"""Name of a checkpoint's directory, as a regular expression that Python and bash both accept."""
 REQUIRED = ("metadata.json", ".metadata", "common.pt")
-"""What every checkpoint has beside its tensors. These files are small, and every rank reads them
-whole."""
+"""Small files that every checkpoint has in addition to its tensors. Every rank reads them
+completely.
+"""
 
 
 @dataclass(frozen=True)
-class Found:
-    """The checkpoint to load, what its manifest says beside files, and what was passed over."""
+class LatestCheckpoint:
+    """Checkpoint to load: its path, the content of its manifest, and the checkpoints skipped."""
 
     path: Path
     iteration: int
@@ -41,32 +42,38 @@ class Found:
     skipped: tuple[str, ...] = ()
 
 
-class Checkpoints:
-    """The checkpoints under one directory."""
+class CheckpointDirectory:
+    """The checkpoints below one directory."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def path(self, iteration: int) -> Path:
+        """Return the directory of an iteration's checkpoint, whether it exists or not."""
         return self.root / f"iter_{iteration:07d}"
 
     def iterations(self) -> list[int]:
-        """Iterations with a checkpoint directory, whole or not, newest first."""
+        """List the iterations that have a directory, complete or not, newest first."""
         if not self.root.is_dir():
             return []
         matches = (re.fullmatch(NAME, item.name) for item in self.root.iterdir() if item.is_dir())
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
-    def find(self, *, foreign: bool = True) -> Found | None:
-        """The newest whole checkpoint, none newer than the tracker file names.
+    def find_latest(self, *, verify_without_manifest: bool = True) -> LatestCheckpoint | None:
+        """Return the newest complete checkpoint up to the iteration in the tracker file.
 
-        Whoever writes an older iteration into the tracker file goes back to it. None when there
-        is no checkpoint at all. ``foreign``: see :func:`check_whole`.
+        Writing an older iteration into the tracker file makes a run go back to it.
+
+        Args:
+            verify_without_manifest: see :func:`check_complete`.
+
+        Returns:
+            None if the directory holds no checkpoint.
 
         Raises:
-            CheckpointError: there are checkpoints, but none is whole.
+            CheckpointError: there are checkpoints, but none is complete.
         """
-        tracked, remark = self._tracked()
+        tracked, remark = self._read_tracker()
         skipped = [remark] if remark else []
         for iteration in self.iterations():
             path = self.path(iteration)
@@ -74,13 +81,13 @@ class Checkpoints:
                 skipped.append(f"{path.name}: newer than {TRACKER} says ({tracked})")
                 continue
             try:
-                content = check_whole(path, foreign=foreign)
+                content = check_complete(path, verify_without_manifest=verify_without_manifest)
             except CheckpointError as error:
                 skipped.append(f"{path.name}: {error.message}")
                 continue
             if tracked is not None and iteration < tracked and not self.path(tracked).exists():
                 skipped.append(f"{self.path(tracked).name}: missing, although {TRACKER} names it")
-            return Found(path, iteration, content, tuple(skipped))
+            return LatestCheckpoint(path, iteration, content, tuple(skipped))
         if not skipped:
             return None
         listed = "\n  ".join(skipped)
@@ -89,8 +96,8 @@ class Checkpoints:
             hint="remove the damaged directories to start from step 0, or load from elsewhere",
         )
 
-    def _tracked(self) -> tuple[int | None, str | None]:
-        """The iteration that the tracker file names, and a remark when it is no number."""
+    def _read_tracker(self) -> tuple[int | None, str | None]:
+        """Return the iteration in the tracker file, and a remark if it holds something else."""
         try:
             text = (self.root / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
         except (FileNotFoundError, NotADirectoryError):
@@ -100,26 +107,28 @@ class Checkpoints:
         return None, f"{TRACKER}: holds {text[:40]!r}, expected an iteration; not followed"
 
 
-def check_whole(path: Path, *, foreign: bool = True) -> dict[str, Any]:
-    """Check that every file is there with its size, and that the small ones hold what was written;
-    returns what else the manifest says.
+def check_complete(path: Path, *, verify_without_manifest: bool = True) -> dict[str, Any]:
+    """Check the size of every file of a checkpoint and the SHA-256 of the small ones.
 
-    A checkpoint without a manifest, from Megatron-LM itself, is checked for the files that every
-    checkpoint has and for the length that its metadata implies, unless ``foreign`` is false:
-    that takes an import of torch.
+    A checkpoint without a manifest, written by Megatron-LM itself, is checked for the required
+    files and for the file sizes that its ``.metadata`` implies. That imports torch, and is skipped
+    if ``verify_without_manifest`` is false.
+
+    Returns:
+        The manifest without its file list, checksums and seal; empty if there is no manifest.
 
     Raises:
-        CheckpointError: the first file that is missing, has another size or was changed.
+        CheckpointError: names the first file that is missing, has another size or was changed.
     """
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         seal = manifest.pop("seal", None)
-        changed = seal not in (None, seal_of(manifest))
+        changed = seal not in (None, compute_seal(manifest))
         digests = dict(manifest.pop("digests", {}))
         sizes = {str(name): int(size) for name, size in manifest.pop("files").items()}
     except FileNotFoundError:
-        if foreign:
-            _check_foreign(path)
+        if verify_without_manifest:
+            _check_without_manifest(path)
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST} cannot be read: {error}") from error
@@ -127,65 +136,72 @@ def check_whole(path: Path, *, foreign: bool = True) -> dict[str, Any]:
         raise CheckpointError(f"{MANIFEST} is not as it was written")
     for name, size in sizes.items():
         _check_size(path, name, size, exact=True)
-    for name, written in digests.items():
-        if digest(path / name) != written:
+    for name, expected_digest in digests.items():
+        if hash_file(path / name) != expected_digest:
             raise CheckpointError(f"{name} is not as it was written: its SHA-256 differs")
     return dict(manifest)
 
 
-def _check_foreign(path: Path) -> None:
+def _check_without_manifest(path: Path) -> None:
     for name in REQUIRED:
         if not (path / name).is_file():
             raise CheckpointError(f"{name} is missing, and there is no {MANIFEST}")
     from flagscale.checkpoint_metadata import read_metadata
 
-    stored = read_metadata(path).storage_data
-    needed: dict[str, int] = {}
-    for item in stored.values():
+    storage = read_metadata(path).storage_data
+    expected_sizes: dict[str, int] = {}
+    for item in storage.values():
         end = item.offset + item.length
-        needed[item.relative_path] = max(end, needed.get(item.relative_path, 0))
-    for name, size in needed.items():
+        expected_sizes[item.relative_path] = max(end, expected_sizes.get(item.relative_path, 0))
+    for name, size in expected_sizes.items():
         _check_size(path, name, size, exact=False)
 
 
 def _check_size(path: Path, name: str, size: int, *, exact: bool) -> None:
     try:
-        found = (path / name).stat().st_size
+        actual = (path / name).stat().st_size
     except OSError:
         raise CheckpointError(f"{name} is missing") from None
-    if found < size or (exact and found != size):
-        raise CheckpointError(f"{name} has {found} bytes, expected {size}")
+    if actual < size or (exact and actual != size):
+        raise CheckpointError(f"{name} has {actual} bytes, expected {size}")
 
 
-def digest(path: Path) -> str:
-    """The SHA-256 of a small file. Raises :class:`CheckpointError` where it cannot be read."""
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a small file, in hexadecimal.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
 
 
-def seal_of(manifest: Mapping[str, Any]) -> str:
-    """The SHA-256 of a manifest's values."""
+def compute_seal(manifest: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a manifest's values, in hexadecimal."""
     return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
 
 
-def answer(directory: str) -> dict[str, Any]:
-    """What the ranks would do with a directory: the ``path``, ``iteration`` and ``content`` of the
-    checkpoint that they would load and what they would have ``skipped``; ``refused`` and ``hint``
-    where they would not go on; nothing where there is no checkpoint."""
+def describe_latest(directory: str) -> dict[str, Any]:
+    """Describe the checkpoint that the ranks would load from a directory.
+
+    Returns:
+        ``path``, ``iteration``, ``content`` and ``skipped`` of the checkpoint; ``refused`` and
+        ``hint`` if loading would fail; an empty dictionary if there is no checkpoint.
+    """
     try:
-        found = Checkpoints(Path(directory)).find()
+        checkpoint = CheckpointDirectory(Path(directory)).find_latest()
     except CheckpointError as error:
         return {"refused": error.message, "hint": error.hint}
     except OSError as error:
         return {"refused": str(error)}
-    return {} if found is None else {**vars(found), "path": str(found.path)}
+    return {} if checkpoint is None else {**vars(checkpoint), "path": str(checkpoint.path)}
 
 
-def main(words: Sequence[str]) -> int:
-    """Answer on standard output; the exit code."""
-    print(json.dumps(answer(*words)))
+def main(argv: Sequence[str]) -> int:
+    """Print :func:`describe_latest` of the directory in ``argv`` as JSON; return the exit code."""
+    print(json.dumps(describe_latest(*argv)))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The ``flagscale`` command: one verb an action, and the tools."""
+"""The ``flagscale`` command: one subcommand per action, and the tools."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from flagscale import __version__
-from flagscale.cli_errors import guard
-from flagscale.config.actions import ACTIONS, OPTIONS, Action, call
-from flagscale.config.arguments.values import word
+from flagscale.cli_errors import run_command
+from flagscale.config.actions import ACTIONS, OPTIONS, Action, call_function
+from flagscale.config.arguments.spec.values import to_word
 from flagscale.config.documented import kinds
 from flagscale.config.schema import BACKEND_SOURCE, PROJECT, Options
 from flagscale.errors import ConfigError, RunStateError
-from flagscale.launcher.entry import act, act_each, add_sweep
-from flagscale.modules import started
+from flagscale.launcher.entry import add_sweep_options, run_action, run_sweep_action
+from flagscale.module_command import python_arguments
 
 if TYPE_CHECKING:
     from flagscale.launcher.state import RunState
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 _DESCRIPTION = "One YAML, one command: launch LLM training, watch it and stop it."
 _EPILOG = """\
 examples
-  flagscale check examples/llama3/conf/train.yaml             what would keep it from starting?
+  flagscale check examples/llama3/conf/train.yaml             check before a run
   flagscale run examples/llama3/conf/train.yaml               start in the background
   flagscale run examples/llama3/conf/train.yaml train=8b train.model.num_layers=4
   flagscale run examples/llama3/conf/train.yaml -m train.model.seed=1,2,3 --jobs 2
   flagscale query examples/llama3/conf/train.yaml --follow    watch it until it ends
   flagscale logs examples/llama3/conf/train.yaml --rank 0 --lines 50
   flagscale stop examples/llama3/conf/train.yaml              end this run and nothing else
-  flagscale runs                                              what is running, and where?
+  flagscale runs                                              list your runs
   flagscale stop 20261120                                     by the beginning of its id
   flagscale report 20261120 20261119                          one page: curves, events, failure
-  flagscale explain experiment.runner.nproc_per_node          what does this key mean?
+  flagscale explain experiment.runner.nproc_per_node          show the meaning of a key
   flagscale unpatch --backend Megatron-LM                     fetch and adapt the backend
-  flagscale comm list                                         which backends work here?
+  flagscale comm list                                         list usable backends
   flagscale bench traffic --hosts node[1-4] --tail 3          load their network to a known tail
   flagscale convert /models/Llama-3.2-1B checkpoints/llama    from Hugging Face, or back
 
@@ -51,17 +51,18 @@ _REPORT = "write a run's page, or one of several side by side: curves, events, h
 _PATCHING = {
     "unpatch": ("main_unpatch", "fetch a backend's source and adapt it"),
     "patch": ("main_patch", "turn edits of a backend's source into patches"),
-    "patch-status": ("main_status", "tell what is applied to a backend's source"),
+    "patch-status": ("main_status", "show the patches that are applied to a backend's source"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """The console script."""
+    """Entry point of the console script."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(guard(lambda: _dispatch(argv)))
+    sys.exit(run_command(lambda: _dispatch(argv)))
 
 
 def _dispatch(argv: list[str]) -> int:
+    """Run the subcommand of a command line, and return its exit code."""
     if argv[:2] == ["config", "explain"]:
         argv = argv[1:]
     if argv[:1] and argv[0] in _PATCHING:
@@ -77,10 +78,10 @@ def _dispatch(argv: list[str]) -> int:
 
         return main_comm(argv[1:])
     if argv[:1] == ["bench"]:
-        from flagscale.bench.bench_commands import main_bench
+        from flagscale.bench.cli import main_bench
 
         return main_bench(argv[1:])
-    parser = _parser()
+    parser = _create_parser()
     if not argv:
         parser.print_help()
         return 2
@@ -89,7 +90,7 @@ def _dispatch(argv: list[str]) -> int:
     return do(options, overrides)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _create_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flagscale",
         description=_DESCRIPTION,
@@ -99,43 +100,67 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"flagscale {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for action in ACTIONS.values():
-        made = commands.add_parser(action.name, help=action.help, description=action.help)
-        made.set_defaults(do=_act)
-        _add_action(made, action)
-    explain = commands.add_parser("explain", help="what a key of the configuration means")
+        subparser = commands.add_parser(action.name, help=action.help, description=action.help)
+        subparser.set_defaults(do=_run_action)
+        _add_action_arguments(subparser, action)
+    explain = commands.add_parser("explain", help="show the meaning of a configuration key")
     explain.add_argument("key", help="such as experiment.runner.tee or train.model.num_layers")
-    explain.set_defaults(do=_explain)
+    explain.set_defaults(do=_explain_key)
     runs = commands.add_parser("runs", help=_RUNS, description=_RUNS)
-    text = "an id, a directory or a YAML: every run of that experiment, with its attempts"
-    runs.add_argument("run", nargs="?", metavar="RUN", help=text)
-    runs.add_argument("--all", "-a", action="store_true", help="also what has ended long ago")
+    runs.add_argument(
+        "run",
+        nargs="?",
+        metavar="RUN",
+        help="an id, a directory or a YAML: every run of that experiment, with its attempts",
+    )
+    runs.add_argument("--all", "-a", action="store_true", help="include runs that ended long ago")
     runs.add_argument("--json", action="store_true", help="print JSON, for programs")
-    runs.set_defaults(do=_runs)
+    runs.set_defaults(do=_list_runs)
     report = commands.add_parser("report", help=_REPORT, description=_REPORT)
-    text = "an id, its beginning, a directory or a YAML; overrides of YAMLs (key=value) go between"
-    report.add_argument("runs", nargs="+", metavar="RUN", help=text)
-    text = "where to write it (report_<run id>.html in the current directory)"
-    report.add_argument("--output", "-o", type=Path, metavar="FILE", help=text)
+    report.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="an id, its beginning, a directory or a YAML; overrides of YAMLs as key=value",
+    )
+    report.add_argument(
+        "--output",
+        "-o",
+        type=Path,
+        metavar="FILE",
+        help="output file (default: report_<run id>.html in the current directory)",
+    )
     report.add_argument("--open", action="store_true", help="show it in a browser")
-    report.set_defaults(do=_report)
+    report.set_defaults(do=_write_report)
     version = commands.add_parser("version", help="print the version")
-    version.set_defaults(do=_version)
-    comm = "communication backends: list, bench, groups, pipeline, tune"
-    commands.add_parser("comm", help=comm, add_help=False)
-    bench = "benchmarks under traffic: traffic, training"
-    commands.add_parser("bench", help=bench, add_help=False)
-    convert = "a model between Hugging Face and checkpoints of training"
-    commands.add_parser("convert", help=convert, add_help=False)
-    for name, (_, text) in _PATCHING.items():
-        commands.add_parser(name, help=text, add_help=False)
+    version.set_defaults(do=_print_version)
+    commands.add_parser(
+        "comm",
+        help="communication backends: list, bench, groups, pipeline, agreement, tune",
+        add_help=False,
+    )
+    commands.add_parser(
+        "bench",
+        help="benchmarks: collectives, groups, pipeline, agreement, traffic, training",
+        add_help=False,
+    )
+    commands.add_parser(
+        "convert",
+        help="convert a model between Hugging Face and training checkpoints",
+        add_help=False,
+    )
+    for name, (_, help_text) in _PATCHING.items():
+        commands.add_parser(name, help=help_text, add_help=False)
     return parser
 
 
-def _add_action(parser: argparse.ArgumentParser, action: Action) -> None:
+def _add_action_arguments(parser: argparse.ArgumentParser, action: Action) -> None:
+    """Add the arguments and options of an action."""
     if action.purpose is not None:
-        takes_runs = action.purpose == "find"
-        text = "the experiment's YAML" + (", or a run: its id or directory" if takes_runs else "")
-        parser.add_argument("config", metavar="CONFIG", help=text)
+        config_help = "the experiment's YAML"
+        if action.purpose == "find":
+            config_help += ", or a run: its id or directory"
+        parser.add_argument("config", metavar="CONFIG", help=config_help)
     for name in action.options:
         option = OPTIONS[name]
         flags = [f"--{name}", *filter(None, (option.letter,))]
@@ -143,63 +168,73 @@ def _add_action(parser: argparse.ArgumentParser, action: Action) -> None:
         if base is bool:
             parser.add_argument(*flags, action="store_const", const=True, help=option.help)
         else:
-            parser.add_argument(*flags, type=_natural if base is int else str, help=option.help)
+            parser.add_argument(
+                *flags, type=_parse_natural if base is int else str, help=option.help
+            )
     if action.purpose is not None:
-        # Without a default argparse would call them required.
-        add_sweep(parser)
-        text = "overrides, as Hydra knows them"
-        parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
+        add_sweep_options(parser)
+        # Without a default the error message of argparse would call them required.
+        parser.add_argument(
+            "overrides",
+            nargs="*",
+            default=[],
+            metavar="key=value",
+            help="overrides in Hydra's syntax",
+        )
 
 
 def _convert(argv: list[str]) -> NoReturn:
-    """Become the program that converts: it needs torch, and this one does without."""
+    """Replace this process with the converter, which needs torch; the launcher does not."""
     if find_spec("torch") is None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
     module = "flagscale.train.checkpoint.formats.convert"
     paths = [str(BACKEND_SOURCE), str(PROJECT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, *started(module), *argv], environment)
+    os.execve(sys.executable, [sys.executable, *python_arguments(module), *argv], environment)
 
 
-def _natural(text: str) -> int:
+def _parse_natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected a whole number from 0, found {text!r}")
     return int(text)
 
 
-def _act(options: argparse.Namespace, rest: list[str]) -> int:
-    # argparse takes neither overrides after an option nor `~key` for positional arguments alone.
+def _run_action(options: argparse.Namespace, extra_words: list[str]) -> int:
+    """Run an action with an experiment or a run."""
+    # argparse does not treat overrides after an option, or `~key`, as positional arguments.
     action = ACTIONS[options.command]
-    unknown = [text for text in rest if text.startswith("-") or action.purpose is None]
+    unknown = [text for text in extra_words if text.startswith("-") or action.purpose is None]
     if unknown:
         raise ConfigError(f"unknown option {unknown[0]}", hint=f"flagscale {action.name} -h")
     values = {name: getattr(options, name) for name in action.options}
-    given = {name: value for name, value in values.items() if value is not None}
+    specified = {name: value for name, value in values.items() if value is not None}
     if action.purpose is None:
-        return call(action.function, Options(action=action.name, **given))
-    overrides = [*options.overrides, *rest]
-    several = options.multirun or options.jobs is not None
-    if action.purpose == "find" and not several and not _is_yaml(options.config):
+        return call_function(action.function, Options(action=action.name, **specified))
+    overrides = [*options.overrides, *extra_words]
+    is_sweep = options.multirun or options.jobs is not None
+    if action.purpose == "find" and not is_sweep and not _is_yaml(options.config):
         if overrides:
-            raise ConfigError(f"{overrides[0]}: a run that is there has no overrides")
-        named = Options(action=action.name, **given)
-        return call("flagscale.launcher.run_commands:act", options.config, named)
+            raise ConfigError(f"{overrides[0]}: an existing run takes no overrides")
+        run_options = Options(action=action.name, **specified)
+        return call_function(
+            "flagscale.launcher.run_commands:run_named_action", options.config, run_options
+        )
     _refuse_action(overrides, action)
     overrides.append(f"action={action.name}")
-    overrides += [f"{name}={word(value)}" for name, value in given.items()]
+    overrides += [f"{name}={to_word(value)}" for name, value in specified.items()]
     config = Path(options.config)
-    if several:
-        return act_each(config.parent.absolute(), config.name, overrides, options)
-    return act(config.parent.absolute(), config.name, overrides)
+    if is_sweep:
+        return run_sweep_action(config.parent.absolute(), config.name, overrides, options)
+    return run_action(config.parent.absolute(), config.name, overrides)
 
 
 def _refuse_action(overrides: Sequence[str], action: Action) -> None:
-    """Refuse an ``action=…`` beside the one that the command is."""
-    from flagscale.config.overrides import parse
+    """Raise an error for an override ``action=…``, because the subcommand is the action."""
+    from flagscale.config.overrides import parse_override
 
     for override in overrides:
-        parsed = parse(override)
+        parsed = parse_override(override)
         if parsed is not None and parsed.key == "action":
             raise ConfigError(
                 f"{override}: `flagscale {action.name}` is an action already",
@@ -208,63 +243,63 @@ def _refuse_action(overrides: Sequence[str], action: Action) -> None:
 
 
 def _is_yaml(text: str) -> bool:
-    """Whether a text names a YAML, there or not; its suffix may be missing where it is there."""
+    """Return True if a text names a YAML file, which need not exist if its suffix is given."""
     return text.endswith((".yaml", ".yml")) or Path(f"{text}.yaml").is_file()
 
 
-def _explain(options: argparse.Namespace, _rest: list[str]) -> int:
+def _explain_key(options: argparse.Namespace, _rest: list[str]) -> int:
     from flagscale.config.explain import explain
 
     print(explain(options.key))
     return 0
 
 
-def _runs(options: argparse.Namespace, _rest: list[str]) -> int:
-    from flagscale.launcher.listing import show
+def _list_runs(options: argparse.Namespace, _rest: list[str]) -> int:
+    from flagscale.launcher.listing import list_runs
 
-    return show(options.run, everything=options.all, as_json=options.json)
+    return list_runs(options.run, everything=options.all, as_json=options.json)
 
 
-def _report(options: argparse.Namespace, rest: list[str]) -> int:
-    from flagscale.report.command import report
+def _write_report(options: argparse.Namespace, rest: list[str]) -> int:
+    from flagscale.report.command import write_report
 
     if unknown := [text for text in rest if text.startswith("-")]:
         raise ConfigError(f"unknown option {unknown[0]}", hint="flagscale report -h")
-    words = [*options.runs, *rest]
+    arguments = [*options.runs, *rest]
     overrides = [
-        word
-        for word in words
-        if "=" in word and not word.startswith((".", "/", "~")) and not Path(word).exists()
+        text
+        for text in arguments
+        if "=" in text and not text.startswith((".", "/", "~")) and not Path(text).exists()
     ]
-    if overrides and not any(map(_is_yaml, words)):
+    if overrides and not any(map(_is_yaml, arguments)):
         text = f"{overrides[0]} is an override, and none of these is a YAML's run"
         raise ConfigError(text, hint="flagscale report -h")
-    states = [_run(word, overrides) for word in words if word not in overrides]
-    once = {(state.run_id, state.exp_dir): state for state in states}
-    return report(list(once.values()), options.output, show=options.open)
+    states = [_find_run(text, overrides) for text in arguments if text not in overrides]
+    distinct = {(state.run_id, state.exp_dir): state for state in states}
+    return write_report(list(distinct.values()), options.output, show=options.open)
 
 
-def _run(text: str, overrides: Sequence[str]) -> RunState:
-    """The run that is named, or the one of a YAML."""
+def _find_run(text: str, overrides: Sequence[str]) -> RunState:
+    """Return the run of an id, a directory or a YAML."""
     from flagscale.launcher import runs
 
     if not _is_yaml(text):
         try:
-            return runs.named(text)
+            return runs.require_run(text)
         except RunStateError as error:
             raise ConfigError(error.message, hint=error.hint) from error
     from flagscale.config.load import load
 
     path = Path(text)
     experiment = load(path.parent.absolute(), path.name, [*overrides, "action=query"]).experiment
-    state = runs.of(experiment)
+    state = runs.find_of_experiment(experiment)
     if state is None:
-        known = "`flagscale runs` lists yours"
-        raise ConfigError(f"no run was started in {experiment.exp_dir}", hint=known)
+        hint = "`flagscale runs` lists yours"
+        raise ConfigError(f"no run was started in {experiment.exp_dir}", hint=hint)
     return state
 
 
-def _version(_options: argparse.Namespace, _rest: list[str]) -> int:
+def _print_version(_options: argparse.Namespace, _rest: list[str]) -> int:
     print(f"flagscale {__version__}")
     return 0
 

@@ -1,4 +1,6 @@
-"""What stands around every command: a mistake is one message and an exit code, not a traceback."""
+"""Error handling of every command: user errors become one message and an exit code, not a
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,17 @@ from flagscale.errors import FlagscaleError
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked this program to end; ``exit_code`` says which."""
+    """A signal asked this program to end. ``exit_code`` is 128 plus the signal's number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
         self.exit_code = 128 + number
 
 
-def guard(work: Callable[[], int]) -> int:
-    """The exit code of some work, a mistake's message printed in place of its traceback."""
+def run_command(command: Callable[[], int]) -> int:
+    """Run a command and return its exit code, printing the message of a user error."""
     try:
-        code = work()
+        code = command()
         sys.stdout.flush()
     except FlagscaleError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -39,11 +41,11 @@ def guard(work: Callable[[], int]) -> int:
     except KeyboardInterrupt as interrupt:
         return interrupt.exit_code if isinstance(interrupt, Interrupted) else 130
     except BrokenPipeError:
-        left = [stream for stream in (sys.stdout, sys.stderr) if nobody_reads(stream)]
-        if not left:
+        closed_streams = [stream for stream in (sys.stdout, sys.stderr) if has_no_reader(stream)]
+        if not closed_streams:
             raise
-        # Python's own flush at exit must not complain.
-        for stream in left:
+        # Python's own flush at exit must not fail.
+        for stream in closed_streams:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return 0
     except OSError as error:
@@ -54,12 +56,12 @@ def guard(work: Callable[[], int]) -> int:
     return code
 
 
-def nobody_reads(stream: TextIO) -> bool:
-    """Whether it is a pipe, or a connection, whose other end was closed."""
+def has_no_reader(stream: TextIO) -> bool:
+    """Return True if the stream is a pipe or connection whose other end is closed."""
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):
-        return False  # it is in memory, or closed
+        return False  # an in-memory or closed stream
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

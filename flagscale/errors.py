@@ -1,17 +1,13 @@
-"""The project's exception tree.
+"""Exception hierarchy of the project.
 
-Every error a user can cause or meet derives from :class:`FlagscaleError`. The command line prints
-its message, without a traceback, and exits with its ``exit_code``:
+Every error that a user can cause or encounter derives from :class:`FlagscaleError`. The command
+line prints its message, without a traceback, and exits with its ``exit_code``:
 
-==  =====================================================
-0   ok
-1   the job failed
-2   the configuration is wrong
-3   a host or a scheduler could not be reached
-4   a benchmark fell below its baseline
-==  =====================================================
+==  ===================================================== 0   success 1   the job failed 2   the
+configuration is invalid 3   a host or a scheduler could not be reached 4   a benchmark fell
+below its baseline ==  =====================================================
 
-A message says what was found, what was expected and, where it helps, what to do next.
+A message contains the actual value, the expected one and, where it helps, the next step to take.
 """
 
 from __future__ import annotations
@@ -20,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-# A hostfile of thousands of lines may have a mistake in each.
-_MOST_PROBLEMS = 50
+# A hostfile of thousands of lines may contain a mistake in each of them.
+_MAX_PROBLEMS = 50
 
 
 class FlagscaleError(Exception):
-    """Base of all errors that are printed as one message and never as a traceback."""
+    """Base of all errors that are printed as a message instead of a traceback."""
 
     exit_code: ClassVar[int] = 1
 
@@ -40,10 +36,10 @@ class FlagscaleError(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a configuration.
+    """One problem of a configuration.
 
-    ``where`` is ``file:line`` where it is known, a file, or ``override`` for a command-line
-    override; ``key`` is the dotted key, such as ``train.model.num_layers``.
+    ``where`` is ``file:line`` if the line is known, otherwise a file, or ``override`` for a
+    command-line override. ``key`` is the dotted key, such as ``train.model.num_layers``.
     """
 
     key: str
@@ -57,7 +53,7 @@ class Problem:
 
 
 class ConfigError(FlagscaleError):
-    """The configuration is wrong. Carries every problem that was found, not only the first."""
+    """The configuration is invalid. Carries all problems, not only the first."""
 
     exit_code = 2
 
@@ -66,16 +62,16 @@ class ConfigError(FlagscaleError):
     ) -> None:
         if isinstance(problems, str):
             problems = Problem(key="", message=problems)
-        found = (problems,) if isinstance(problems, Problem) else tuple(problems)
-        self.problems: tuple[Problem, ...] = found
-        lines = [str(problem) for problem in found[:_MOST_PROBLEMS]]
-        if len(found) > _MOST_PROBLEMS:
-            lines.append(f"and {len(found) - _MOST_PROBLEMS} more problems")
+        all_problems = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        self.problems: tuple[Problem, ...] = all_problems
+        lines = [str(problem) for problem in all_problems[:_MAX_PROBLEMS]]
+        if len(all_problems) > _MAX_PROBLEMS:
+            lines.append(f"and {len(all_problems) - _MAX_PROBLEMS} more problems")
         super().__init__("\n".join(lines), hint=hint)
 
 
 class JobError(FlagscaleError):
-    """The job ran and failed, or did not start. ``exit_code`` is the job's own where known."""
+    """The job failed or did not start. ``exit_code`` is the job's own if it is known."""
 
     def __init__(self, message: str, *, hint: str | None = None, exit_code: int = 1) -> None:
         super().__init__(message, hint=hint)
@@ -83,7 +79,7 @@ class JobError(FlagscaleError):
 
 
 class RunStateError(FlagscaleError):
-    """An action does not fit the state of the run: still alive, never started, unreadable."""
+    """An action does not fit the state of the run: still alive, never started, or unreadable."""
 
 
 class UnreachableError(FlagscaleError):

@@ -1,4 +1,4 @@
-"""Private files, written whole or not at all. Standard library alone: the agent uses it."""
+"""Private files and atomic writes. Uses the standard library alone: the agent imports it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ PRIVATE_FILE = 0o600
 
 
 def cache_directory() -> Path:
-    """Where this user's files lie that can be made again."""
+    """Return the directory of this user's cached files, all of which can be recreated."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "flagscale"
 
 
 def make_private_directory(path: Path) -> None:
-    """Create a directory and its missing parents, readable by their owner alone. Directories that
-    exist keep their mode: they may be shared on purpose."""
+    """Create a directory and its missing parents with mode 0700.
+
+    Existing directories keep their mode, because they may be shared on purpose.
+    """
     missing = []
     while not path.exists():
         missing.append(path)
@@ -34,13 +36,15 @@ def make_private_directory(path: Path) -> None:
 
 
 def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE, *, durable: bool = True) -> None:
-    """Replace a file's content in one step, so that no reader ever sees half of it. ``durable``:
-    not even after a loss of power; that costs a write to the disk."""
+    """Replace a file's content atomically, so that readers see either the old or the new content.
+
+    ``durable`` extends this to a loss of power, at the cost of an fsync.
+    """
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:50]}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             os.fchmod(file.fileno(), mode)
-            _leave_to_owner(file.fileno(), path)
+            _keep_owner(file.fileno(), path)
             file.write(text)
             file.flush()
             if durable:
@@ -49,21 +53,24 @@ def write_atomic(path: Path, text: str, mode: int = PRIVATE_FILE, *, durable: bo
     except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # a full disk says nothing of which file
+            error.filename = str(path)  # ENOSPC does not name the file
         raise
 
 
-def _leave_to_owner(descriptor: int, path: Path) -> None:
-    """Give a file to whoever has the one that it replaces: where root ends or looks at a run of
-    another user's, that user reads on what is written down about it."""
+def _keep_owner(descriptor: int, path: Path) -> None:
+    """Give a file the owner of the file that it replaces.
+
+    If root ends or inspects a run of another user, that user must still be able to read its
+    records.
+    """
     if os.geteuid() == 0:
         with suppress(FileNotFoundError):
-            found = path.lstat()
-            os.fchown(descriptor, found.st_uid, found.st_gid)
+            status = path.lstat()
+            os.fchown(descriptor, status.st_uid, status.st_gid)
 
 
-def sync(path: Path) -> None:
-    """Bring a file, or a directory's names, to the disk."""
+def fsync_path(path: Path) -> None:
+    """Flush a file, or a directory's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -72,57 +79,64 @@ def sync(path: Path) -> None:
 
 
 def write_json(path: Path, record: Mapping[str, Any], *, durable: bool = True) -> None:
-    write_atomic(path, json_text(record), durable=durable)
+    write_atomic(path, format_json(record), durable=durable)
 
 
-def json_text(record: Mapping[str, Any]) -> str:
-    """An object as JSON, a line for each of its keys and, of its lists, for each item. Short lines
-    read well enough, and :mod:`json` is ten times as fast as where it indents everything. A list
-    of many items may be an iterator: then they need not exist all at once."""
+def format_json(record: Mapping[str, Any]) -> str:
+    """Return an object as JSON with one line per key and, for lists, one line per item.
+
+    Short lines are readable, and :mod:`json` is ten times as fast as with indentation of
+    everything. A long list may be passed as an iterator, so that its items need not exist at the
+    same time.
+    """
     lines = []
     for key, value in record.items():
         if isinstance(value, list | Iterator):
-            items = ",\n  ".join(map(_json, value))
+            items = ",\n  ".join(map(_dump_json, value))
             text = f"[\n  {items}\n ]" if items else "[]"
         else:
-            text = _json(value)
-        lines.append(f" {_json(key)}: {text}")
+            text = _dump_json(value)
+        lines.append(f" {_dump_json(key)}: {text}")
     return "{\n" + ",\n".join(lines) + "\n}\n" if lines else "{}\n"
 
 
-def _json(value: object) -> str:
+def _dump_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:
-    """JSON that every reader takes, of plain data: null for what is no number or infinite."""
+    """Return standard JSON of plain data: NaN and infinities become null."""
 
-    def finite(part: Any) -> Any:
+    def replace_nonfinite(part: Any) -> Any:
         if isinstance(part, dict):
-            return {key: finite(inner) for key, inner in part.items()}
+            return {key: replace_nonfinite(inner) for key, inner in part.items()}
         if isinstance(part, (list, tuple)):
-            return [finite(inner) for inner in part]
+            return [replace_nonfinite(inner) for inner in part]
         return None if isinstance(part, float) and not math.isfinite(part) else part
 
-    return json.dumps(finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    return json.dumps(replace_nonfinite(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
-def plain(value: Any) -> Any:
-    """Dataclasses, mappings and sequences as what JSON knows; paths as text."""
+def to_plain(value: Any) -> Any:
+    """Convert dataclasses, mappings and sequences to JSON types, and paths to text.
+
+    Dataclasses become objects whose keys are the field names. Inverse:
+    :func:`flagscale.records.from_record`.
+    """
     kind = type(value)
     if kind is str or value is None or kind is int:
         return value
     if is_dataclass(value):
-        return {name: plain(inner) for name, inner in vars(value).items()}
+        return {name: to_plain(inner) for name, inner in vars(value).items()}
     if isinstance(value, Mapping):
-        return {name: plain(inner) for name, inner in value.items()}
+        return {name: to_plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
+        return [to_plain(inner) for inner in value]
     return str(value) if isinstance(value, Path) else value
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object from a file; None if there is no such file or it holds none."""
+    """Return the JSON object in a file; None if the file is missing or contains no object."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):

@@ -1,5 +1,8 @@
-"""Dataclasses out of JSON, by their annotations: whole and of the right types, or not at all,
-whoever has written it. The way there is :func:`flagscale.files.plain`."""
+"""Conversion of JSON to dataclasses, driven by their annotations.
+
+The input is not trusted: a record is converted completely, with every value of its annotated
+type, or rejected. The inverse is :func:`flagscale.files.to_plain`.
+"""
 
 from __future__ import annotations
 
@@ -15,89 +18,98 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from flagscale.errors import ConfigError
-from flagscale.files import plain
+from flagscale.files import to_plain
 
 _T = TypeVar("_T")
 _Reader = Callable[[Any], Any]
-WRITTEN = {"written": True}
-"""Metadata of a plan's field: files or directories that a rank writes, and that go to the user's
-disk."""
-# No count, code or pid is larger, and longer ones cannot even be printed.
-_LARGEST = 1 << 63
+WRITTEN_BY_RANK = {"written": True}
+"""Metadata of a plan's field for files or directories that a rank writes, on the user's disk."""
+# No count, code or pid is larger, and Python refuses to print much larger integers.
+_MAX_INTEGER = 1 << 63
 
 
 def from_record(kind: type[_T], record: object) -> _T | None:
-    """An object of the dataclass ``kind``; None where the record holds anything else than its
-    fields, nested ones included. What it holds beside them is passed over."""
+    """Convert a record to the dataclass ``kind``; None if a field is missing or has another type.
+
+    Nested dataclasses are converted too. Additional keys of the record are ignored.
+    """
     try:
-        return cast(_T, _reader(cast(Any, kind))(record))
+        return cast(_T, _build_reader(cast(Any, kind))(record))
     except (ValueError, OverflowError):
         return None
 
 
 def encode(value: Any) -> str:
-    """The JSON of a dataclass, for :func:`decode` elsewhere."""
-    return json.dumps(plain(value))
+    """Return a dataclass as JSON, for :func:`decode` in another process."""
+    return json.dumps(to_plain(value))
 
 
 def decode(kind: type[_T], text: str | bytes) -> _T:
-    """The reverse of :func:`encode`.
+    """Convert the result of :func:`encode` back.
 
     Raises:
-        ConfigError: it is the text of no ``kind``: another version's, or cut off.
+        ConfigError: the text is no valid ``kind``: it comes from another version or was truncated.
     """
     try:
-        found = from_record(kind, json.loads(text))
+        value = from_record(kind, json.loads(text))
     except (ValueError, RecursionError):
-        found = None
-    if found is None:
+        value = None
+    if value is None:
         raise ConfigError(
             f"what this host was told to run is no {kind.__name__}",
             hint="flagscale must be of one version on every host",
         )
-    return found
+    return value
 
 
 def printable(text: str) -> str:
-    """The text as it can be written down: what is no character, such as a byte of a file's name
-    that is no UTF-8, is spelled out."""
+    """Return the text in a form that can be encoded as UTF-8.
+
+    Surrogates, such as bytes of a file name that are not UTF-8, are replaced by escapes.
+    """
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 @cache
-def _reader(hint: Any) -> _Reader:
-    """What turns a value of JSON into one of this type, or raises ValueError or OverflowError."""
+def _build_reader(hint: Any) -> _Reader:
+    """Return the function that converts a JSON value to a type, or raises ValueError or
+    OverflowError.
+    """
     if (origin := get_origin(hint)) is not None:
-        return _composed(origin, get_args(hint))
+        return _build_generic_reader(origin, get_args(hint))
     if is_dataclass(hint):
         hints = get_type_hints(hint)
-        readers = [(field.name, _reader(hints[field.name])) for field in fields(hint)]
-        return _object(cast(_Reader, hint), readers)
-    if hint in _PLAIN:
-        return _PLAIN[hint]
+        readers = [(field.name, _build_reader(hints[field.name])) for field in fields(hint)]
+        return _build_object_reader(cast(_Reader, hint), readers)
+    if hint in _SCALAR_READERS:
+        return _SCALAR_READERS[hint]
     if not issubclass(hint, Enum):
         raise TypeError(f"no value of JSON is a {hint}")
     return cast(_Reader, hint)
 
 
-def _composed(origin: Any, arguments: Sequence[Any]) -> _Reader:
-    """Of a type that is made of others."""
+def _build_generic_reader(origin: Any, arguments: Sequence[Any]) -> _Reader:
+    """Return the reader of a generic type."""
     if origin is Literal:
         return lambda value: arguments[arguments.index(value)]
-    several = origin is tuple and arguments[-1] is Ellipsis
-    readers = [_reader(one) for one in (arguments[:1] if several else arguments)]
+    is_variadic = origin is tuple and arguments[-1] is Ellipsis
+    readers = [_build_reader(hint) for hint in (arguments[:1] if is_variadic else arguments)]
     if origin in (Union, UnionType):
-        return _either(readers)
-    if several:
-        return lambda value: tuple(readers[0](one) for one in _of(list, value))
+        return _build_union_reader(readers)
+    if is_variadic:
+        return lambda value: tuple(readers[0](item) for item in _require_type(list, value))
     if origin is tuple:
-        return _fixed(readers)
-    key, item = readers
-    return lambda value: {key(name): item(one) for name, one in _of(dict, value).items()}
+        return _build_tuple_reader(readers)
+    read_key, read_item = readers
+    return lambda value: {
+        read_key(key): read_item(item) for key, item in _require_type(dict, value).items()
+    }
 
 
-def _either(readers: Sequence[_Reader]) -> _Reader:
-    """The first that takes a value; what none takes, the last one refuses."""
+def _build_union_reader(readers: Sequence[_Reader]) -> _Reader:
+    """Return the reader of a union: the first reader that accepts a value converts it. If none
+    does, the error of the last one is raised.
+    """
 
     def read(value: Any) -> Any:
         for reader in readers[:-1]:
@@ -108,17 +120,17 @@ def _either(readers: Sequence[_Reader]) -> _Reader:
     return read
 
 
-def _fixed(readers: Sequence[_Reader]) -> _Reader:
+def _build_tuple_reader(readers: Sequence[_Reader]) -> _Reader:
     def read(value: Any) -> Any:
-        pairs = zip(readers, _of(list, value), strict=True)
-        return tuple(reader(one) for reader, one in pairs)
+        pairs = zip(readers, _require_type(list, value), strict=True)
+        return tuple(reader(item) for reader, item in pairs)
 
     return read
 
 
-def _object(kind: Callable[..., Any], readers: list[tuple[str, _Reader]]) -> _Reader:
+def _build_object_reader(kind: Callable[..., Any], readers: list[tuple[str, _Reader]]) -> _Reader:
     def read(value: Any) -> Any:
-        record = _of(dict, value)
+        record = _require_type(dict, value)
         if any(name not in record for name, _ in readers):
             raise ValueError("not all of its fields")
         return kind(**{name: reader(record[name]) for name, reader in readers})
@@ -126,49 +138,52 @@ def _object(kind: Callable[..., Any], readers: list[tuple[str, _Reader]]) -> _Re
     return read
 
 
-def _of(kind: type, value: Any) -> Any:
-    """The value, which has to be of this very type: True is no number."""
+def _require_type(kind: type, value: Any) -> Any:
+    """Return the value if its type is exactly ``kind``, so that True is no integer. Raises
+    :class:`ValueError`.
+    """
     if type(value) is not kind:
         raise ValueError(f"{value!r} is no {kind.__name__}")
     return value
 
 
-def _whole(value: Any) -> Any:
-    if abs(_of(int, value)) > _LARGEST:
+def _read_integer(value: Any) -> Any:
+    if abs(_require_type(int, value)) > _MAX_INTEGER:
         raise ValueError("a number without bounds")
     return value
 
 
-def _real(value: Any) -> Any:
-    number = float(value) if type(value) is int else _of(float, value)
+def _read_float(value: Any) -> Any:
+    number = float(value) if type(value) is int else _require_type(float, value)
     if not math.isfinite(number):
         raise ValueError("no number")
     return number
 
 
-_PLAIN: dict[Any, _Reader] = {
-    NoneType: lambda value: _of(NoneType, value),
-    int: _whole,
-    float: _real,
-    bool: lambda value: _of(bool, value),
-    str: lambda value: printable(_of(str, value)),
-    Path: lambda value: Path(printable(_of(str, value))),
+_SCALAR_READERS: dict[Any, _Reader] = {
+    NoneType: lambda value: _require_type(NoneType, value),
+    int: _read_integer,
+    float: _read_float,
+    bool: lambda value: _require_type(bool, value),
+    str: lambda value: printable(_require_type(str, value)),
+    Path: lambda value: Path(printable(_require_type(str, value))),
 }
 
 
-def with_files(value: _T, place: Callable[[Path], Path]) -> _T:
-    """``value`` with ``place`` of every path that a rank writes in place of the path."""
+def relocate_outputs(value: _T, relocate: Callable[[Path], Path]) -> _T:
+    """Return a copy of ``value`` in which ``relocate`` has replaced every path that a rank
+    writes."""
 
-    def moved(own: Any, written: bool) -> Any:
-        if isinstance(own, tuple):
-            return tuple(moved(one, written) for one in own)
-        if isinstance(own, Path):
-            return place(own) if written else own
-        if not is_dataclass(own) or isinstance(own, type):
-            return own
-        marked = fields(own)
-        changed = {f.name: moved(getattr(own, f.name), "written" in f.metadata) for f in marked}
-        return replace(own, **changed)
+    def convert(part: Any, written: bool) -> Any:
+        if isinstance(part, tuple):
+            return tuple(convert(item, written) for item in part)
+        if isinstance(part, Path):
+            return relocate(part) if written else part
+        if not is_dataclass(part) or isinstance(part, type):
+            return part
+        marked = fields(part)
+        changed = {f.name: convert(getattr(part, f.name), "written" in f.metadata) for f in marked}
+        return replace(part, **changed)
 
-    result: _T = moved(value, written=False)
+    result: _T = convert(value, written=False)
     return result

@@ -1,6 +1,6 @@
-"""Things that are found by a name: this project's own, and those that installed packages bring.
+"""Registries of named implementations: built-in ones, and those of installed packages.
 
-A package brings one by an entry point, whose name is what a YAML or a file then says::
+A package registers an implementation by an entry point, whose name is used in a YAML or a file::
 
     [project.entry-points."flagscale.runners"]
     mine = "my_package.runner:MyRunner"
@@ -23,106 +23,119 @@ if TYPE_CHECKING:
 
 
 class Registry:
-    """Names of one ``group`` of entry points. What is named is imported when it is asked for."""
+    """Implementations of one ``group`` of entry points, by name. They are imported on first use."""
 
-    def __init__(self, group: str, what: str, own: Mapping[str, str]) -> None:
-        """``own``: this project's, as ``module:attribute``; no other takes the place of these.
-        ``what`` is what messages call one."""
+    def __init__(self, group: str, noun: str, builtin: Mapping[str, str]) -> None:
+        """``builtin`` maps the names of built-in implementations to ``module:attribute``; packages
+        cannot override them. ``noun`` is the noun for an implementation in messages.
+        """
         self._group = group
-        self._what = what
-        self.own = own
+        self._noun = noun
+        self.builtin = builtin
 
     def names(self) -> list[str]:
-        """Every name there is, this project's own first."""
-        return [*self.own, *self.others()]
+        """Return all names, built-in ones first."""
+        return [*self.builtin, *self.installed_names()]
 
-    def others(self) -> list[str]:
-        """The names that installed packages bring, in the order of the alphabet."""
-        return sorted(self._others().keys() - self.own.keys())
+    def installed_names(self) -> list[str]:
+        """Return the names from installed packages in alphabetical order."""
+        return sorted(self._installed_entry_points().keys() - self.builtin.keys())
 
-    def missing(self, name: str) -> str:
-        """That nothing has this name, in words; empty where something has it. Only for a name that
-        is not this project's own are installed packages looked through."""
-        if name in self.own or name in self._others():
+    def explain_missing(self, name: str) -> str:
+        """Return an error message if the name is unknown, otherwise "".
+
+        Installed packages are only searched for names that are not built in.
+        """
+        if name in self.builtin or name in self._installed_entry_points():
             return ""
-        return f"no {self._what} is called {name!r}; known: {', '.join(self.names())}"
+        return f"no {self._noun} is called {name!r}; known: {', '.join(self.names())}"
 
     def load(self, name: str) -> Any:
-        """What has this name. Raises :class:`ConfigError` where nothing has it, or where what has
-        it cannot be imported."""
-        if name in self.own:
-            module, _, attribute = self.own[name].partition(":")
+        """Import and return the object with this name.
+
+        Raises :class:`ConfigError` if the name is unknown or its object cannot be imported.
+        """
+        if name in self.builtin:
+            module, _, attribute = self.builtin[name].partition(":")
             return getattr(import_module(module), attribute)
-        if complaint := self.missing(name):
-            raise ConfigError(complaint)
-        found = self._others()[name]
+        if problem := self.explain_missing(name):
+            raise ConfigError(problem)
+        entry_point = self._installed_entry_points()[name]
         try:
-            return found.load()
+            return entry_point.load()
         except (ImportError, AttributeError) as error:
             raise ConfigError(
-                f"the {self._what} {name!r} of {found.value} cannot be loaded: {error}"
+                f"the {self._noun} {name!r} of {entry_point.value} cannot be loaded: {error}"
             ) from error
 
-    def made(self, name: str, kind: type) -> Any:
-        """What has this name as an instance of ``kind``: an object, or a class of it that takes no
-        arguments. One of a package is called as its entry point is, whatever it calls itself.
+    def create(self, name: str, kind: type) -> Any:
+        """Return the object with this name as an instance of ``kind``.
+
+        The object is an instance already, or a class that is instantiated without arguments. The
+        ``name`` of a package's instance is set to that of its entry point.
 
         Raises:
-            ConfigError: nothing has this name, or what has it is no ``kind`` or fails; the message
-                names the package, and its ``hint`` what to do about it.
+            ConfigError: the name is unknown, or the object fails to load or is no ``kind``. The
+                message
+                names the package, and its ``hint`` is the remedy.
         """
-        if name in self.own:
+        if name in self.builtin:
             return self.load(name)()
-        if complaint := self.missing(name):
-            raise ConfigError(complaint)
-        found = self._others()[name]
-        package = found.dist.name if found.dist is not None else found.value
+        if problem := self.explain_missing(name):
+            raise ConfigError(problem)
+        entry_point = self._installed_entry_points()[name]
+        package = entry_point.dist.name if entry_point.dist is not None else entry_point.value
         try:
-            loaded = found.load()
-            made = loaded() if isinstance(loaded, type) else loaded
+            loaded = entry_point.load()
+            instance = loaded() if isinstance(loaded, type) else loaded
         except Exception as error:
-            text = f"{package}: {type(error).__name__}: {error}"
-            raise ConfigError(text, hint=f"repair or remove {package}") from error
-        if not isinstance(made, kind):
-            text = f"{package}: {found.value} is no {kind.__name__}"
-            raise ConfigError(text, hint=f"repair or remove {package}")
-        made.name = name  # type: ignore[attr-defined]
-        return made
+            message = f"{package}: {type(error).__name__}: {error}"
+            raise ConfigError(message, hint=f"repair or remove {package}") from error
+        if not isinstance(instance, kind):
+            message = f"{package}: {entry_point.value} is no {kind.__name__}"
+            raise ConfigError(message, hint=f"repair or remove {package}")
+        instance.name = name  # type: ignore[attr-defined]
+        return instance
 
-    def _others(self) -> dict[str, EntryPoint]:
-        return {found.name: found for found in _installed(self._group)}
+    def _installed_entry_points(self) -> dict[str, EntryPoint]:
+        return {entry_point.name: entry_point for entry_point in _load_entry_points(self._group)}
 
 
 @cache
-def _installed(group: str) -> tuple[EntryPoint, ...]:
-    """To look through every installed package takes ten milliseconds and more, so it is done once,
-    and not where no package has a word of the group, which a fifth of that time tells."""
-    if not _mentioned(group):
+def _load_entry_points(group: str) -> tuple[EntryPoint, ...]:
+    """Return the entry points of a group.
+
+    Searching every installed package takes ten milliseconds and more. So it is done once, and
+    not at all if no package mentions the group, which a fifth of that time suffices to find out.
+    """
+    if not _may_have_group(group):
         return ()
     from importlib.metadata import entry_points
 
     return tuple(entry_points(group=group))
 
 
-def _mentioned(group: str) -> bool:
-    """Whether any installed package may have entry points of ``group``."""
-    word = group.encode()
-    for place in sys.path:
-        # An archive is for importlib.metadata to look into.
-        if Path(place).is_file() or any(word in text for text in _entry_points(Path(place))):
+def _may_have_group(group: str) -> bool:
+    """Return True if any installed package may have entry points of ``group``."""
+    encoded_group = group.encode()
+    for directory in sys.path:
+        # Only importlib.metadata can look into archives.
+        if Path(directory).is_file() or any(
+            encoded_group in text for text in _iter_entry_point_texts(Path(directory))
+        ):
             return True
     return False
 
 
-def _entry_points(place: Path) -> Iterator[bytes]:
-    """What the packages in a directory of ``sys.path`` bring, as their files say it."""
+def _iter_entry_point_texts(directory: Path) -> Iterator[bytes]:
+    """Yield the contents of ``entry_points.txt`` of the packages in a directory of ``sys.path``."""
     try:
-        found = list(os.scandir(place))
+        entries = list(os.scandir(directory))
     except OSError:
         return
-    for entry in found:
+    for entry in entries:
         if entry.name.endswith((".dist-info", ".egg-info")):
             try:
                 yield Path(entry.path, "entry_points.txt").read_bytes()
-            except OSError:  # most have none
+            except OSError:  # most packages have none
                 continue

@@ -1,32 +1,32 @@
-"""How a rank tells the launcher what it is doing: one JSON line an event, one file a rank.
+"""Status files, by which ranks report to the launcher: one JSON line per event, one file per rank.
 
-The launcher sets ``FLAGSCALE_STATUS_DIR``; a rank appends to ``rank_<rank>.jsonl`` in it. Without
-the variable (a script of the user's own, started by hand) nothing is written. The files are the
-only thing ``query``, ``logs`` and ``run`` read to know how far a job is, so this module is all
-that training and launching share. It imports the standard library alone.
+The launcher sets ``FLAGSCALE_STATUS_DIR``; a rank appends to ``rank_<rank>.jsonl`` in it.
+Without the variable (a user's own script, started by hand) nothing is written. The commands
+``query``, ``logs`` and ``run`` read a job's progress from these files alone, so this module is
+the only interface between training and launching. It uses the standard library alone.
 
-Events and their fields, beside ``time`` (Unix seconds) and ``event``:
+Events and their fields, in addition to ``time`` (Unix seconds) and ``event``:
 
 ==========  ===============================================================================
 started     rank, local_rank, world_size, host, pid, device: the process is up
-joined      backend, seconds: the process group exists and every rank was heard; place: of a
-            job whose ranks are unlike, what this one holds, for people
-ready       seconds: since the join; model, data and checkpoint are there, training begins
+joined      backend, seconds: every rank has joined the process group; place: in a
+            heterogeneous job, a description of this rank's part for users
+ready       seconds: since the join; model, data and checkpoint are loaded, training begins
 progress    step, train_steps, samples, loss, grad_norm, learning_rate, step_seconds,
-            tokens_per_second, tflops_per_gpu, mfu, memory_gib; written by one rank a job
+            tokens_per_second, tflops_per_gpu, mfu, memory_gib; written by one rank per job
 evaluation  step, loss; written by the same rank
-checkpoint  step, path, seconds: a checkpoint is whole on disk
+checkpoint  step, path, seconds: a checkpoint is complete on disk
 warning     message
 failed      kind, message, traceback: this rank ends because of an exception
 finished    step, reason: ``completed``, ``signal`` or ``exit-interval``
 ==========  ===============================================================================
 
-A field that is not known is left out, never written as null.
+Unknown values are omitted, never written as null.
 
-Beside its events a rank says how far it is: ``rank_<rank>.place`` holds one line of JSON, ``step``
-and ``doing``, written over in place. That is how the launcher tells a job that hangs, and the rank
-that is behind, without a line for every step. What moves no step but may take long is told by one
-of :data:`BUSY`, so that it is not taken for a hang.
+In addition, ``rank_<rank>.place`` holds one line of JSON with the rank's ``step`` and activity
+(``doing``), which is overwritten in place. It lets the launcher detect a hang and find the rank
+that is behind, without a line per step. Activities that advance no step but may take long are
+listed in :data:`BUSY_ACTIVITIES`, so that they are not mistaken for a hang.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from typing import Any, NamedTuple
 STATUS_DIR_VARIABLE = "FLAGSCALE_STATUS_DIR"
 RUN_ID_VARIABLE = "FLAGSCALE_RUN_ID"
 ATTEMPT_VARIABLE = "FLAGSCALE_ATTEMPT"
-"""How often the job was started before, from 0: after a failure it is started again as a whole."""
+"""Number of earlier starts of the job, from 0: after a failure the whole job is started again."""
 
 RUN_VARIABLES = (RUN_ID_VARIABLE, STATUS_DIR_VARIABLE, ATTEMPT_VARIABLE)
-"""What the processes of a run carry."""
+"""Environment variables that identify the processes of a run."""
 
-STEP = "in training"
-BUSY = ("starting", "evaluating", "saving a checkpoint", "ending")
-"""What a rank may be doing that moves no step."""
+TRAINING = "in training"
+BUSY_ACTIVITIES = ("starting", "evaluating", "saving a checkpoint", "ending")
+"""Activities of a rank that advance no step."""
 
 _PROGRESS_BYTES = 96
 
@@ -79,15 +79,18 @@ class Event:
     def get(self, name: str, default: Any = None) -> Any:
         return self.fields.get(name, default)
 
-    def number(self, name: str) -> Any:
-        """A number; None where there is none, whatever a program has written in its place."""
-        found = self.fields.get(name)
-        return found if isinstance(found, (int, float)) and not isinstance(found, bool) else None
+    def get_number(self, name: str) -> Any:
+        """Return a numeric field; None if it is missing or no number."""
+        value = self.fields.get(name)
+        return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 class StatusWriter:
-    """Appends a rank's events. Each line is written by one ``write`` call, so readers that
-    follow the file never see half of one, and a killed rank loses nothing it has reported."""
+    """Appends a rank's events to its status file.
+
+    Each line is written by a single ``write`` call, so readers that follow the file never see a
+    partial line, and a killed rank loses no event that it has reported.
+    """
 
     def __init__(self, directory: Path | None, rank: int) -> None:
         self._descriptor: int | None = None
@@ -97,7 +100,7 @@ class StatusWriter:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = directory / f"rank_{rank}.jsonl"
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._progress = os.open(progress_file(directory, rank), os.O_WRONLY | os.O_CREAT, 0o600)
+        self._progress = os.open(progress_path(directory, rank), os.O_WRONLY | os.O_CREAT, 0o600)
 
     @classmethod
     def from_environment(cls, rank: int) -> StatusWriter:
@@ -105,21 +108,27 @@ class StatusWriter:
         return cls(Path(directory) if directory else None, rank)
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append one event. A full disk must not end a training run, so it is not an error."""
+        """Append one event. Write errors are ignored: a full disk must not end a training run.
+
+        Raises :class:`ValueError` for an unknown event.
+        """
         if event not in EVENTS:
             raise ValueError(f"unknown status event {event!r}")
         if self._descriptor is None:
             return
-        known = {name: value for name, value in fields.items() if value is not None}
-        line = json.dumps({"time": round(time.time(), 3), "event": event, **known})
+        known_fields = {name: value for name, value in fields.items() if value is not None}
+        line = json.dumps({"time": round(time.time(), 3), "event": event, **known_fields})
         try:
             os.write(self._descriptor, line.encode() + b"\n")
         except OSError:
             return
 
-    def write_progress(self, step: int, doing: str = STEP) -> None:
-        """Say which step this rank is at and what it is doing: :data:`STEP` or one of
-        :data:`BUSY`. Costs one small write to a file in memory, so call it at every step."""
+    def write_progress(self, step: int, doing: str = TRAINING) -> None:
+        """Record this rank's step and its activity: :data:`TRAINING` or one of
+        :data:`BUSY_ACTIVITIES`.
+
+        Call it at every step: it costs one small write to a file in memory.
+        """
         if self._progress is None:
             return
         line = json.dumps({"step": step, "doing": doing}).encode().ljust(_PROGRESS_BYTES - 1)
@@ -130,30 +139,30 @@ class StatusWriter:
 
 
 class Progress(NamedTuple):
-    """The step that a rank is at, and what it is doing there."""
+    """Step and activity of a rank."""
 
     step: int
     doing: str
 
 
 def read_progress(directory: Path, rank: int) -> Progress | None:
-    """How far a rank says it is, in its status directory; None if it has not said."""
+    """Return the progress of a rank from its status directory; None if it has not reported any."""
     try:
-        record = json.loads(progress_file(directory, rank).read_bytes())
+        record = json.loads(progress_path(directory, rank).read_bytes())
         step, doing = record["step"], record["doing"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return Progress(step, doing) if type(step) is int and isinstance(doing, str) else None
 
 
-def progress_file(directory: Path, rank: int) -> Path:
+def progress_path(directory: Path, rank: int) -> Path:
     return directory / f"rank_{rank}.place"
 
 
 def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
-    """Events of one status file from byte ``offset`` on, and the offset to go on from.
+    """Return the events of a status file from byte ``offset`` on, and the offset of the next read.
 
-    An unfinished last line is left for the next call; a damaged line is skipped.
+    An unfinished last line is left for the next call. A corrupt line is skipped.
     """
     rank = int(path.stem.removeprefix("rank_"))
     try:
@@ -162,30 +171,32 @@ def read_events(path: Path, offset: int = 0) -> tuple[list[Event], int]:
             data = file.read()
     except FileNotFoundError:
         return [], offset
-    whole = data[: data.rfind(b"\n") + 1]
+    complete_lines = data[: data.rfind(b"\n") + 1]
     events = []
-    for record in _records(whole.splitlines()):
+    for record in _parse_lines(complete_lines.splitlines()):
         try:
             events.append(Event(rank, float(record.pop("time")), record.pop("event"), record))
         except (ValueError, KeyError, AttributeError, TypeError):
             continue
-    return events, offset + len(whole)
+    return events, offset + len(complete_lines)
 
 
-def _records(lines: Sequence[bytes]) -> Iterator[Any]:
-    """What each line holds, without those that are damaged. Of a long run there are hundreds of
-    thousands: as one list they are read in half the time."""
+def _parse_lines(lines: Sequence[bytes]) -> Iterator[Any]:
+    """Yield the JSON value of each line, without corrupt lines.
+
+    A long run has hundreds of thousands of lines. Parsing them as one list takes half the time.
+    """
     with suppress(ValueError, RecursionError):
-        found = json.loads(b"[%b]" % b",".join(lines))
-        if len(found) == len(lines) and {*map(type, found)} == {dict}:
-            yield from found
+        records = json.loads(b"[%b]" % b",".join(lines))
+        if len(records) == len(lines) and {*map(type, records)} == {dict}:
+            yield from records
             return
     for line in lines:
         with suppress(ValueError, RecursionError):
             yield json.loads(line)
 
 
-def status_files(directory: Path) -> Iterator[Path]:
-    """The status files of a directory, by rank."""
-    found = [p for p in directory.glob("rank_*.jsonl") if p.stem.removeprefix("rank_").isdigit()]
-    yield from sorted(found, key=lambda p: int(p.stem.removeprefix("rank_")))
+def list_status_files(directory: Path) -> Iterator[Path]:
+    """Yield the status files of a directory, ordered by rank."""
+    paths = [p for p in directory.glob("rank_*.jsonl") if p.stem.removeprefix("rank_").isdigit()]
+    yield from sorted(paths, key=lambda p: int(p.stem.removeprefix("rank_")))

@@ -1,4 +1,4 @@
-"""A word of the command line with commands of its own below it, such as ``flagscale comm``."""
+"""Command groups such as ``flagscale comm``, which have commands of their own."""
 
 from __future__ import annotations
 
@@ -11,41 +11,50 @@ from flagscale.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Command:
-    """What a word stands for: ``main(words, prog=...)`` of a module, which is looked up when it is
-    asked for. ``first``: the words it begins with; ``lacks`` says why it cannot run here."""
+class Subcommand:
+    """Command of a group: ``main(arguments, prog=...)`` of a module, which is imported on use.
+
+    ``about`` is its help text and ``usage`` its arguments. ``leading_arguments`` are inserted
+    before the user's. ``explain_unavailable`` returns the reason why it cannot run here, or None.
+    """
 
     module: str
     about: str
-    first: tuple[str, ...] = ()
-    shown: str = "..."
-    lacks: Callable[[], str | None] = lambda: None
+    leading_arguments: tuple[str, ...] = ()
+    usage: str = "..."
+    explain_unavailable: Callable[[], str | None] = lambda: None
 
 
 def run_group(
-    prog: str, about: str, commands: Mapping[str, Command], words: Sequence[str], *, more: str = ""
+    prog: str,
+    about: str,
+    commands: Mapping[str, Subcommand],
+    arguments: Sequence[str],
+    *,
+    epilog: str = "",
 ) -> int:
-    """Run ``<prog> <words>``; the exit code. ``more`` is the help's last word.
+    """Run ``<prog> <arguments>`` and return the exit code. ``epilog`` is appended to the help's
+    last line.
 
     Raises:
-        FlagscaleError: for what the user can mend.
+        FlagscaleError: a user error.
     """
-    lines = [f"  {f'{name} {one.shown}':15} {one.about}" for name, one in commands.items()]
+    lines = [f"  {f'{name} {c.usage}':15} {c.about}" for name, c in commands.items()]
     parser = argparse.ArgumentParser(
         prog=prog,
         description=about,
-        epilog="\n".join(["commands", *lines, f"each has a --help of its own{more}"]),
+        epilog="\n".join(["commands", *lines, f"each has a --help of its own{epilog}"]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=tuple(commands))
-    if not words:
+    if not arguments:
         parser.print_help()
         return 2
-    # What follows belongs to the command, which parses it itself.
-    name = parser.parse_args(words[:1]).command
+    # The remaining arguments belong to the command, which parses them itself.
+    name = parser.parse_args(arguments[:1]).command
     command = commands[name]
-    if missing := command.lacks():
-        raise ConfigError(f"{prog} {name}: {missing}")
+    if problem := command.explain_unavailable():
+        raise ConfigError(f"{prog} {name}: {problem}")
     main = import_module(command.module).main
-    code: int = main([*command.first, *words[1:]], prog=f"{prog} {name}")
+    code: int = main([*command.leading_arguments, *arguments[1:]], prog=f"{prog} {name}")
     return code

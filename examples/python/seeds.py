@@ -1,9 +1,9 @@
-"""Train with several seeds, one after the other, and tell how each has ended.
+"""Train with several seeds, one after another, and print the result of each run.
 
     python examples/python/seeds.py examples/llama3/conf/train.yaml train.model.train_samples=400
 
-Whatever else is wanted of a sweep is Python: other values, another order, an early end. Where it is
-not, `python run.py … -m train.model.seed=1,2,3` does the same.
+Extend the loop for anything else that a sweep requires: other values, another order, early
+stopping. For a plain sweep, use `python run.py … -m train.model.seed=1,2,3` instead.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def main(config: str, *overrides: str) -> int:
     print(flagscale.plan(config, overrides).world_size, "rank(s) each")
     failed = 0
     for seed in (1, 2, 3):
-        own = [f"train.model.seed={seed}", f"experiment.exp_dir=./outputs_seeds/{seed}"]
+        seed_overrides = [f"train.model.seed={seed}", f"experiment.exp_dir=./outputs_seeds/{seed}"]
         try:
-            run = flagscale.launch(config, [*overrides, *own])
+            run = flagscale.launch(config, [*overrides, *seed_overrides])
         except JobError as error:
-            # It has not got as far as `experiment.runner.wait_for` says.
+            # The run did not get as far as `experiment.runner.wait_for` requires.
             print(f"seed {seed}: {error.message.splitlines()[0]}")
             failed += 1
             continue

@@ -1,4 +1,4 @@
-"""Asks a model of Hugging Face, by transformers alone: nothing of this project is needed.
+"""Ask a question of a Hugging Face model with transformers only, without this project.
 
 usage: generate.py DIRECTORY QUESTION
 """
@@ -19,14 +19,14 @@ def main() -> None:
     directory, question = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory)
-    asked = tokenizer.apply_chat_template(
+    prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}],
         add_generation_prompt=True,
         return_tensors="pt",
         return_dict=True,
     )
-    found = model.generate(**asked, max_new_tokens=64, do_sample=False)
-    answer = found[0, asked["input_ids"].shape[1] :]
+    output = model.generate(**prompt, max_new_tokens=64, do_sample=False)
+    answer = output[0, prompt["input_ids"].shape[1] :]
     print(tokenizer.decode(answer, skip_special_tokens=True).strip())
 
 

@@ -1,9 +1,9 @@
-"""Writes a small random Qwen3, as Hugging Face has models, and conversations to fine-tune it on.
+"""Write a small random Qwen3 in Hugging Face format, and conversations for fine-tuning it.
 
 usage: tiny_model.py DIRECTORY
 
-DIRECTORY gets model/ (config.json, weights, tokenizer with a chat template), train.jsonl,
-valid.jsonl and prompts.jsonl. Nothing is fetched.
+DIRECTORY receives model/ (config.json, weights, tokenizer with a chat template), train.jsonl,
+valid.jsonl and prompts.jsonl. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 COLOURS = {
@@ -27,7 +25,7 @@ COLOURS = {
     "an elephant": "grey",
     "a carrot": "orange",
 }
-# As Qwen's without tools and thoughts.
+# Qwen's template without tool calls and reasoning.
 TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
@@ -36,8 +34,8 @@ TEMPLATE = (
 )
 
 
-def conversations(count: int, seed: int) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """Questions about colours, one to four a conversation."""
+def generate_conversations(count: int, seed: int) -> Iterator[dict[str, list[dict[str, str]]]]:
+    """Yield conversations with one to four questions about colours."""
     generator = random.Random(seed)
     for _ in range(count):
         messages = []
@@ -51,7 +49,7 @@ def conversations(count: int, seed: int) -> Iterator[dict[str, list[dict[str, st
 
 
 def write_model(directory: Path) -> None:
-    """A model of random weights, and a tokenizer of its own."""
+    """Write a model with random weights and a new tokenizer."""
     import torch
     import transformers
 
@@ -74,8 +72,8 @@ def write_model(directory: Path) -> None:
         bos_token_id=None,
     )
     transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
-    texts = [json.dumps(one) for one in conversations(200, seed=3)]
-    tokenizer = train_bpe.train(texts, train_bpe.BpeSettings(320, SPECIAL))
+    corpus = [json.dumps(conversation) for conversation in generate_conversations(200, seed=3)]
+    tokenizer = train_bpe.train_tokenizer(corpus, train_bpe.BpeSettings(320, SPECIAL))
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -93,10 +91,12 @@ def main() -> None:
     (directory / "model").mkdir(parents=True, exist_ok=True)
     write_model(directory / "model")
     for name, count, seed in (("train", 2000, 1), ("valid", 100, 2)):
-        lines = (json.dumps(one) + "\n" for one in conversations(count, seed))
+        lines = (
+            json.dumps(conversation) + "\n" for conversation in generate_conversations(count, seed)
+        )
         (directory / f"{name}.jsonl").write_text("".join(lines))
-    asked = [{"role": "user", "content": "What colour is a banana?"}]
-    (directory / "prompts.jsonl").write_text(json.dumps({"messages": asked}) + "\n")
+    prompt = [{"role": "user", "content": "What colour is a banana?"}]
+    (directory / "prompts.jsonl").write_text(json.dumps({"messages": prompt}) + "\n")
     print(f"wrote a model and conversations to {directory}")
 
 

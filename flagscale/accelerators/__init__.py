@@ -1,5 +1,6 @@
-"""Kinds of chips that ranks run on, an adapter each.
+"""Kinds of accelerators that ranks run on, with an adapter for each.
 
-What the launcher asks (how many, which variable hides them, how a host's shell counts them) needs
-no torch: :mod:`.registry`, :mod:`.probes`. What ranks ask does: :mod:`.device`.
+The launcher's part (number of devices, visibility variables, the shell code that counts devices
+on a host) works without torch: :mod:`.registry`, :mod:`.probes`. The ranks' part uses torch:
+:mod:`.device`.
 """

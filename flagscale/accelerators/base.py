@@ -1,8 +1,8 @@
-"""What an adapter of a kind of chip says and does. Imports torch only where a rank asks.
+"""Base class of adapters. Imports torch only in methods that ranks call.
 
-Most of what ranks ask, torch's own module of the chip answers (``torch.cuda``, ``torch.xpu``,
-``torch.npu`` of a plug-in), whose functions have the same names for all. So an adapter says how its
-chip is named and found, and overrides what is different.
+torch's own module of a kind of device (``torch.cuda``, ``torch.xpu``, ``torch.npu`` of a
+plug-in) implements most of the ranks' part, with the same function names for all kinds. An
+adapter therefore defines how its devices are named and detected, and overrides the differences.
 """
 
 from __future__ import annotations
@@ -19,247 +19,272 @@ from flagscale.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-_SECONDS = 20.0
+_TIMEOUT_SECONDS = 20.0
 
 
 class Accelerator:
-    """One kind of chip."""
+    """Adapter of one kind of device."""
 
     # -- without torch
 
     name: str
-    """The kind: what ``device`` of a YAML calls it."""
+    """The kind, as in ``device`` of a YAML."""
     title: str = ""
-    """What sentences call it, such as ``CUDA``; the name where it is empty."""
+    """Display name in messages, such as ``CUDA``. If empty, ``name`` is used."""
     visible_variable: str | None = None
-    """The variable that lists what a process may use, such as ``CUDA_VISIBLE_DEVICES``."""
+    """Environment variable that lists a process's devices, such as ``CUDA_VISIBLE_DEVICES``."""
     host_types: tuple[str, ...] = ()
-    """What ``type=`` of a hostfile calls hosts that have such chips, besides :attr:`name`."""
-    present: str = "false"
-    """A condition of bash, one command and quick: whether a host may have such chips. It stands in
-    scripts of hosts that nobody has asked."""
-    look: str = ""
-    """Commands of bash that set ``count``, and ``product`` where they can tell, to the number of
-    chips of a host and to their maker's name for them. Globs without a match vanish there; the
-    commands must not exit."""
-    defaults: ClassVar[Mapping[str, str]] = {}
-    """Variables of ranks on hosts that have such chips, where nobody gives other values."""
-    defaults_reason: str = ""
-    """Why these, for the script that sets them."""
+    """Values of ``type=`` in a hostfile for hosts with such devices, in addition to
+    :attr:`name`.
+    """
+    presence_condition: str = "false"
+    """Bash condition that is true if a host may have such devices. It must be a single fast
+    command, because it is part of scripts for hosts that were not probed.
+    """
+    count_script: str = ""
+    """Bash commands that set ``count`` to the number of devices of a host and, where possible,
+    ``product`` to the vendor's product name. ``nullglob`` is set. The commands must not
+    exit.
+    """
+    default_variables: ClassVar[Mapping[str, str]] = {}
+    """Environment variables of ranks on hosts with such devices, unless the user sets other
+    values.
+    """
+    default_variables_reason: str = ""
+    """Reason for these defaults, written as a comment into the script that sets them."""
 
-    def count(self) -> int:
-        """How many of them this machine has, hidden ones too: what :attr:`look` finds here."""
-        program = f'shopt -s nullglob; count=0\n{self.look}\necho "$count"'
+    def count_devices(self) -> int:
+        """Return the number of devices of this machine, hidden ones included, by running
+        :attr:`count_script`.
+        """
+        script = f'shopt -s nullglob; count=0\n{self.count_script}\necho "$count"'
         try:
-            done = subprocess.run(
-                ["bash", "-c", program],
+            process = subprocess.run(
+                ["bash", "-c", script],
                 capture_output=True,
                 text=True,
-                timeout=_SECONDS,
+                timeout=_TIMEOUT_SECONDS,
                 check=True,
             )
         except (OSError, subprocess.SubprocessError):
             return 0
-        lines = done.stdout.split()
+        lines = process.stdout.split()
         return int(lines[-1]) if lines and lines[-1].isdigit() else 0
 
     @property
-    def shown(self) -> str:
-        """What sentences call it."""
+    def display_name(self) -> str:
+        """Display name of the kind in messages."""
         return self.title or self.name
 
     @property
     def unit(self) -> str:
-        """What sentences call one of them."""
-        return f"{self.shown} device"
+        """Display name of one device in messages."""
+        return f"{self.display_name} device"
 
-    # -- with torch: what it is like
+    # -- properties that torch needs
 
     @property
     def torch_type(self) -> str:
-        """The type of ``torch.device``, which ``torch.autocast`` takes too."""
+        """Type of the ``torch.device``, also used for ``torch.autocast``."""
         return self.name
 
     @property
     def is_host(self) -> bool:
-        """Whether its memory is the host's and its work is done when a call returns."""
+        """True if its memory is host memory and its operations are synchronous."""
         return self.torch_type == "cpu"
 
     default_backend: str = "gloo"
-    """The communication backend of ``distributed_backend: auto``."""
+    """Communication backend for ``distributed_backend: auto``."""
     plugin: str | None = None
-    """The Python module that makes torch know it, such as ``torch_npu``; None for torch alone."""
+    """Python module that registers the device with torch, such as ``torch_npu``; None if torch
+    includes it.
+    """
     compiles: bool = False
-    """Whether ranks gain by ``torch.compile``."""
+    """True if ranks are faster with ``torch.compile``."""
     symmetric_memory: bool = False
-    """Whether torch's operators over symmetric memory know it: ranks read each other's memory."""
+    """True if torch supports symmetric memory on it, by which ranks read each other's memory."""
     profiler_activity: str | None = None
-    """What of ``torch.profiler.ProfilerActivity`` records its kernels."""
+    """Member of ``torch.profiler.ProfilerActivity`` that records its kernels."""
     fused_attention: bool = False
-    """Whether torch brings flash attention and cuDNN's for its tensors: the switches of
-    ``torch.backends.cuda`` choose among them, and documents are told apart by their ends."""
+    """True if torch includes flash attention and cuDNN attention for it. They are selected by
+    the flags of ``torch.backends.cuda``, and take variable sequence lengths as cumulative
+    offsets.
+    """
     dispatch_key: str = "PrivateUse1"
-    """torch's dispatch key of its tensors; a plug-in's chips have this one."""
+    """torch's dispatch key of its tensors. Devices of plug-ins use the default."""
 
-    # -- with torch: what it does
+    # -- operations that use torch
 
     @property
     def module(self) -> Any:
-        """torch's module of it, such as ``torch.cuda``. Raises :class:`ImportError` where the
-        :attr:`plugin` is not installed."""
+        """torch's module of the device, such as ``torch.cuda``. Raises :class:`ImportError` if the
+        :attr:`plugin` is not installed.
+        """
         import torch
 
         if self.plugin is not None:
             importlib.import_module(self.plugin)
         return torch.get_device_module(self.torch_type)
 
-    def missing(self) -> str | None:
-        """Why ranks of this machine can use none; None where they can."""
+    def explain_unavailable(self) -> str | None:
+        """Return the reason why ranks on this machine cannot use such devices; None if they can."""
         try:
             if self.module.is_available():
                 return None
         except (ImportError, RuntimeError) as error:
-            return f"torch cannot use {self.shown} here: {error}"
+            return f"torch cannot use {self.display_name} here: {error}"
         variable = f"{self.visible_variable} and " if self.visible_variable else ""
-        return f"no {self.shown} device is visible (check {variable}the driver)"
+        return f"no {self.display_name} device is visible (check {variable}the driver)"
 
-    def visible(self) -> int:
-        """How many of them this process may use."""
+    def count_visible(self) -> int:
+        """Return the number of devices that this process may use."""
         return int(self.module.device_count())
 
     def select(self, local_rank: int) -> torch.device:
-        """The device of the rank ``local_rank`` of its host, made current.
+        """Return the device of a local rank and make it the current one.
 
         Raises:
-            ConfigError: this process may use none, or fewer than there are ranks.
+            ConfigError: this process may use no such device, or fewer than there are ranks.
         """
         import torch
 
-        if missing := self.missing():
+        if problem := self.explain_unavailable():
             hint = "or set device: cpu"
-            raise ConfigError(f"device: {self.name} is asked for, but {missing}", hint=hint)
-        if local_rank >= (count := self.visible()):
+            raise ConfigError(f"device: {self.name} is asked for, but {problem}", hint=hint)
+        if local_rank >= (count := self.count_visible()):
             variable = self.visible_variable
-            told = f" ({variable}={os.environ.get(variable, 'not set')})" if variable else ""
+            setting = f" ({variable}={os.environ.get(variable, 'not set')})" if variable else ""
             raise ConfigError(
-                f"local rank {local_rank} has no {self.unit}: this host shows {count}{told}",
+                f"local rank {local_rank} has no {self.unit}: this host shows {count}{setting}",
                 hint=f"lower nproc_per_node or make more {self.unit}s visible",
             )
         self.module.set_device(local_rank)
         return torch.device(self.torch_type, local_rank)
 
-    def neighbour(self, device: torch.device) -> torch.device:
-        """The next device of this host, the only one again where there is one."""
+    def next_device(self, device: torch.device) -> torch.device:
+        """Return the next device of this host, cyclically."""
         import torch
 
-        return torch.device(self.torch_type, ((device.index or 0) + 1) % self.visible())
+        return torch.device(self.torch_type, ((device.index or 0) + 1) % self.count_visible())
 
-    def product(self, device: torch.device) -> str:
-        """What the maker calls it, such as ``NVIDIA H200``."""
+    def product_name(self, device: torch.device) -> str:
+        """Return the vendor's product name, such as ``NVIDIA H200``."""
         return str(self.module.get_device_name(device))
 
     def synchronize(self, device: torch.device) -> None:
-        """Wait for all work given to the device."""
+        """Wait for all work that was submitted to the device."""
         self.module.synchronize(device)
 
     def peak_memory(self, device: torch.device) -> int | None:
-        """Most bytes that tensors have held at once; None where they are not counted."""
+        """Return the peak of bytes allocated by tensors; None if it is not counted."""
         return int(self.module.max_memory_allocated(device))
 
-    def held_memory(self, device: torch.device) -> int | None:
-        """Bytes that tensors hold now; None where they are not counted."""
+    def allocated_memory(self, device: torch.device) -> int | None:
+        """Return the bytes that tensors currently allocate; None if they are not counted."""
         return int(self.module.memory_allocated(device))
 
-    def forget_peak(self, device: torch.device) -> None:
-        """Have :meth:`peak_memory` begin anew with what tensors hold now."""
+    def reset_peak_memory(self, device: torch.device) -> None:
+        """Reset :meth:`peak_memory` to the current allocation."""
         self.module.reset_peak_memory_stats(device)
 
-    def room(self, device: torch.device) -> int | None:
-        """Bytes that tensors of this process could hold at most, those that they hold included;
-        None where nobody knows."""
+    def available_memory(self, device: torch.device) -> int | None:
+        """Return the bytes that tensors of this process can allocate at most, including those
+        already allocated; None if unknown.
+        """
         free, _ = self.module.mem_get_info(device)
         return int(free) + int(self.module.memory_reserved(device))
 
-    def give_back(self) -> None:
-        """Give memory that no tensor holds back to the device."""
+    def empty_cache(self) -> None:
+        """Return cached memory that no tensor uses to the device."""
         self.module.empty_cache()
 
     def used_memory(self, device: torch.device) -> int:
-        """Bytes of the device that are in use, by anyone."""
+        """Return the bytes of the device that are in use by all processes."""
         free, total = self.module.mem_get_info(device)
         return int(total - free)
 
-    def random_state(self) -> torch.Tensor | None:
-        """The state of the current device's generator; None where it has none, or none yet."""
+    def get_rng_state(self) -> torch.Tensor | None:
+        """Return the state of the current device's random generator; None if it has none, or none
+        yet.
+        """
         module = self.module
         state: torch.Tensor | None = module.get_rng_state() if module.is_initialized() else None
         return state
 
-    def set_random_state(self, state: torch.Tensor) -> None:
-        """Set it to what :meth:`random_state` gave."""
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Restore a state returned by :meth:`get_rng_state`."""
         if self.module.is_initialized():
             self.module.set_rng_state(state)
 
-    def event(self, *, timed: bool = False) -> Any:
-        """A new event of its streams; ``timed``: one that tells the time between two."""
+    def create_event(self, *, timed: bool = False) -> Any:
+        """Return a new stream event. ``timed`` events measure elapsed time."""
         return self.module.Event(enable_timing=timed)
 
-    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-        """A contiguous copy of ``tensor`` in the host's memory, and a function that waits until it
-        is there, from any thread. The device goes on meanwhile; nobody may write to ``tensor``."""
+    def copy_to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Start copying a tensor to host memory.
+
+        Returns a contiguous copy, and a function that waits for its completion, callable from
+        any thread. The device continues meanwhile. ``tensor`` must not be written to before
+        completion.
+        """
         return tensor.contiguous().cpu(), lambda: None
 
-    def landing(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the host that the device copies from without the host's help."""
+    def allocate_host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate host memory from which the device copies asynchronously."""
         import torch
 
         return torch.empty(tuple(shape), dtype=dtype)
 
-    def beside(self) -> AbstractContextManager[None]:
-        """A context whose work goes to a stream of its own, always the same, behind what has been
-        given to the current stream and before what will be. What is to be captured has to be
-        prepared on it."""
+    def side_stream(self) -> AbstractContextManager[None]:
+        """Context manager whose work runs on a side stream, always the same one.
+
+        The work is ordered after earlier and before later work of the current stream. Work to be
+        captured in a graph must be warmed up on it.
+        """
         return nullcontext()
 
     def profiler_range(self) -> tuple[Callable[[], None], Callable[[], None]] | None:
-        """What begins and what ends a range for the maker's own profiler; None where that is told
-        nothing."""
+        """Return functions that start and stop a range of the vendor's profiler; None if it has no
+        such API.
+        """
         return None
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """``work`` as a function that does it again at less cost, where the chip has graphs."""
+    def capture_graph(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that repeats ``work`` at lower cost, as a graph if the device supports
+        graphs.
+        """
         return work
 
     def peak_tflops(self, product: str) -> float | None:
-        """Peak dense 16-bit TFLOP/s of a device that the maker calls ``product``; None where it is
-        not known."""
+        """Return the peak dense 16-bit TFLOP/s of a product; None if unknown."""
         return None
 
-    def bus_gb(self, product: str) -> float | None:
-        """What its links to others of the host carry in one direction, in 1e9 bytes a second; None
-        where it is not known."""
+    def bus_gb_per_second(self, product: str) -> float | None:
+        """Return the unidirectional bandwidth of a product's links to other devices of the host, in
+        1e9 bytes per second; None if unknown.
+        """
         return None
 
-    def multiplies_eight_bits(self, device: torch.device) -> bool:
-        """Whether there are matrix products of 8-bit floats."""
+    def supports_fp8(self, device: torch.device) -> bool:
+        """Return True if the device has 8-bit floating-point matrix products."""
         return False
 
-    def multiplies_blocks(self, device: torch.device) -> bool:
-        """Whether such products take a scale for every block of 128 numbers: torch's
-        ``scaled_mm``, with 1 x 128 on the left, and 1 x 128 or 128 x 128 on the right."""
+    def supports_block_scaled_fp8(self, device: torch.device) -> bool:
+        """Return True if these products support a scale per block of 128 numbers.
+
+        This is torch's ``scaled_mm`` with 1 x 128 blocks of the left operand, and 1 x 128 or 128
+        x 128 blocks of the right one.
+        """
         return False
 
     def memory_gib(self, product: str) -> float | None:
-        """Memory of a device that the maker calls ``product``, as its driver tells it, in GiB;
-        None where it is not known."""
+        """Return the memory of a product as its driver reports it, in GiB; None if unknown."""
         return None
 
-    def bandwidth_gb(self, product: str) -> float | None:
-        """What the memory of a device that the maker calls ``product`` moves, in 1e9 bytes a
-        second; None where it is not known."""
+    def memory_gb_per_second(self, product: str) -> float | None:
+        """Return the memory bandwidth of a product in 1e9 bytes per second; None if unknown."""
         return None
 
-    def knows_eight_bits(self, product: str) -> bool | None:
-        """Whether a device that the maker calls ``product`` has matrix products of 8-bit floats;
-        None where that is not known. What :meth:`multiplies_eight_bits` tells of one at hand."""
+    def product_supports_fp8(self, product: str) -> bool | None:
+        """Return :meth:`supports_fp8` of a product that is not installed here; None if unknown."""
         return None

@@ -1,4 +1,4 @@
-"""The CPU: the kind of every machine, and what ranks use where there is nothing faster."""
+"""Adapter of the CPU, which every machine has and which ranks use if there is no faster device."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ if TYPE_CHECKING:
 
 
 class Cpu(Accelerator):
+    """Adapter of the CPU."""
+
     name = "cpu"
     title = "CPU"
     # Compiling costs a dozen seconds at the first step and gains nothing on a CPU.
-    defaults: ClassVar[Mapping[str, str]] = {"TORCHDYNAMO_DISABLE": "1"}
+    default_variables: ClassVar[Mapping[str, str]] = {"TORCHDYNAMO_DISABLE": "1"}
     dispatch_key = "CPU"
 
-    def count(self) -> int:
-        """Ranks share it, so it is one however many cores it has."""
+    def count_devices(self) -> int:
+        """Return 1: ranks share the CPU, however many cores it has."""
         return 1
 
-    def missing(self) -> str | None:
+    def explain_unavailable(self) -> str | None:
         return None
 
     def select(self, local_rank: int) -> torch.device:
@@ -32,53 +34,53 @@ class Cpu(Accelerator):
 
         return torch.device(self.torch_type)
 
-    def neighbour(self, device: torch.device) -> torch.device:
+    def next_device(self, device: torch.device) -> torch.device:
         return device
 
-    def product(self, device: torch.device) -> str:
-        return processor()
+    def product_name(self, device: torch.device) -> str:
+        return processor_name()
 
     def synchronize(self, device: torch.device) -> None:
-        """All work is done when its call returns."""
+        """Do nothing: operations are synchronous."""
 
     def peak_memory(self, device: torch.device) -> int | None:
         return None
 
-    def held_memory(self, device: torch.device) -> int | None:
+    def allocated_memory(self, device: torch.device) -> int | None:
         return None
 
-    def forget_peak(self, device: torch.device) -> None:
-        """Nothing is counted."""
+    def reset_peak_memory(self, device: torch.device) -> None:
+        """Do nothing: memory is not counted."""
 
-    def room(self, device: torch.device) -> int | None:
+    def available_memory(self, device: torch.device) -> int | None:
         return None
 
-    def give_back(self) -> None:
-        """The allocator does."""
+    def empty_cache(self) -> None:
+        """Do nothing: the allocator frees memory itself."""
 
     def used_memory(self, device: torch.device) -> int:
-        """Nothing of a device's."""
+        """Return 0: there is no device memory."""
         return 0
 
-    def random_state(self) -> torch.Tensor | None:
-        """Its generator is torch's own, which is everybody's."""
+    def get_rng_state(self) -> torch.Tensor | None:
+        """Return None: its generator is torch's global one, which is saved anyway."""
         return None
 
-    def multiplies_eight_bits(self, device: torch.device) -> bool:
-        """Slowly, but right."""
+    def supports_fp8(self, device: torch.device) -> bool:
+        """Return True: they are emulated, slow but correct."""
         return True
 
-    def multiplies_blocks(self, device: torch.device) -> bool:
-        """By the numbers that they stand for (:mod:`flagscale.train.layers.blocks`)."""
+    def supports_block_scaled_fp8(self, device: torch.device) -> bool:
+        """Return True: they are emulated (:mod:`flagscale.train.layers.fp8_blockwise`)."""
         return True
 
 
-def processor() -> str:
-    """What the maker calls this machine's processor."""
-    other = platform.processor() or platform.machine()
+def processor_name() -> str:
+    """Return the vendor's name of this machine's processor."""
+    fallback = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return other
+        return fallback
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else other
+    return names[0] if names else fallback

@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs, by CUDA."""
+"""Adapter of NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flagscale.accelerators.base import Accelerator
 if TYPE_CHECKING:
     import torch
 
-_PROC = Path("/proc/driver/nvidia/gpus")
-_LOOK = """\
+_DRIVER_DIRECTORY = Path("/proc/driver/nvidia/gpus")
+_COUNT_SCRIPT = """\
 devices=(/proc/driver/nvidia/gpus/*)
 count=${#devices[@]}
 if ((count == 0)) && command -v nvidia-smi >/dev/null; then
@@ -52,64 +52,117 @@ PEAK_TFLOPS: Mapping[str, float] = {
     "RTX 3090": 71.0,
     "V100": 125.0,
 }
-"""Peak dense 16-bit TFLOP/s with fp32 accumulation, from the maker's data sheets, by a part of the
-product's name. The first that matches counts."""
+"""Peak dense 16-bit TFLOP/s with fp32 accumulation by part of the product's name; the first match
+counts.
 
-BUS_GB: Mapping[str, float] = {
-    **{"V100": 150.0, "A100": 300.0, "A800": 200.0, "H100": 450.0, "H200": 450.0},
-    **{"H800": 200.0, "H20": 450.0, "B200": 900.0, "GB200": 900.0},
+Source: NVIDIA's data sheets.
+"""
+
+BUS_GB_PER_SECOND: Mapping[str, float] = {
+    "V100": 150.0,
+    "A100": 300.0,
+    "A800": 200.0,
+    "H100": 450.0,
+    "H200": 450.0,
+    "H800": 200.0,
+    "H20": 450.0,
+    "B200": 900.0,
+    "GB200": 900.0,
 }
-"""NVLink in one direction, in 1e9 bytes a second, by a word of the product's name."""
+"""Unidirectional NVLink bandwidth in 1e9 bytes per second, by a word of the product's name."""
 
 MEMORY_GIB: Mapping[str, float] = {
-    **{"GB300": 275.0, "B300": 275.0, "GB200": 184.0, "B200": 178.0},
-    **{"GH200": 95.0, "H200": 139.8, "H100 NVL": 93.1, "H100": 79.1, "H800": 79.1, "H20": 95.1},
-    **{"A100-SXM4-40GB": 39.4, "A100-PCIE-40GB": 39.4, "A100": 79.1, "A800": 79.1},
-    **{"A40": 44.4, "A30": 23.5, "A10": 22.0, "L40S": 44.4, "L40": 44.4, "L4": 22.0},
-    **{"RTX 4090": 23.5, "RTX 3090": 23.5, "V100": 31.7},
+    "GB300": 275.0,
+    "B300": 275.0,
+    "GB200": 184.0,
+    "B200": 178.0,
+    "GH200": 95.0,
+    "H200": 139.8,
+    "H100 NVL": 93.1,
+    "H100": 79.1,
+    "H800": 79.1,
+    "H20": 95.1,
+    "A100-SXM4-40GB": 39.4,
+    "A100-PCIE-40GB": 39.4,
+    "A100": 79.1,
+    "A800": 79.1,
+    "A40": 44.4,
+    "A30": 23.5,
+    "A10": 22.0,
+    "L40S": 44.4,
+    "L40": 44.4,
+    "L4": 22.0,
+    "RTX 4090": 23.5,
+    "RTX 3090": 23.5,
+    "V100": 31.7,
 }
-"""Memory by a part of the product's name, of the larger model where there are two. The first that
-matches counts."""
+"""Memory in GiB by part of the product's name, of the larger model where there are two; the first
+match counts.
+"""
 
-BANDWIDTH_GB: Mapping[str, float] = {
-    **{"GB300": 8000.0, "B300": 8000.0, "GB200": 8000.0, "B200": 8000.0},
-    **{"GH200": 4000.0, "H200": 4800.0, "H100 PCIe": 2000.0, "H100 NVL": 3900.0},
-    **{"H100": 3350.0, "H800": 3350.0, "H20": 4000.0},
-    **{"A100-SXM4-40GB": 1555.0, "A100-PCIE-40GB": 1555.0, "A100": 2039.0, "A800": 2039.0},
-    **{"A40": 696.0, "A30": 933.0, "A10": 600.0, "L40S": 864.0, "L40": 864.0, "L4": 300.0},
-    **{"RTX 4090": 1008.0, "RTX 3090": 936.0, "V100": 900.0},
+MEMORY_GB_PER_SECOND: Mapping[str, float] = {
+    "GB300": 8000.0,
+    "B300": 8000.0,
+    "GB200": 8000.0,
+    "B200": 8000.0,
+    "GH200": 4000.0,
+    "H200": 4800.0,
+    "H100 PCIe": 2000.0,
+    "H100 NVL": 3900.0,
+    "H100": 3350.0,
+    "H800": 3350.0,
+    "H20": 4000.0,
+    "A100-SXM4-40GB": 1555.0,
+    "A100-PCIE-40GB": 1555.0,
+    "A100": 2039.0,
+    "A800": 2039.0,
+    "A40": 696.0,
+    "A30": 933.0,
+    "A10": 600.0,
+    "L40S": 864.0,
+    "L40": 864.0,
+    "L4": 300.0,
+    "RTX 4090": 1008.0,
+    "RTX 3090": 936.0,
+    "V100": 900.0,
 }
-"""What the memory moves, in 1e9 bytes a second, from the maker's data sheets, by a part of the
-product's name. The first that matches counts."""
+"""Memory bandwidth in 1e9 bytes per second by part of the product's name; the first match counts.
 
-WITHOUT_EIGHT_BITS = ("A100", "A800", "A40", "A30", "A10", "RTX 3090", "V100")
-"""Of the products above those without matrix products of 8-bit floats: all before Ada."""
+Source: NVIDIA's data sheets.
+"""
+
+WITHOUT_FP8 = ("A100", "A800", "A40", "A30", "A10", "RTX 3090", "V100")
+"""Products among those above without 8-bit floating-point matrix products: all before Ada."""
 
 
 @cache
-def _side_stream(use: str) -> Any:
-    """The process's stream for a use."""
+def _get_side_stream(purpose: str) -> Any:
+    """Return this process's stream for a purpose."""
     import torch
 
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
-def _named(table: Mapping[str, float], product: str) -> float | None:
+def _find_by_part(table: Mapping[str, float], product: str) -> float | None:
     return next((value for part, value in table.items() if part in product), None)
 
 
 class Cuda(Accelerator):
+    """Adapter of NVIDIA GPUs."""
+
     name = "cuda"
     title = "CUDA"
     unit = "GPU"
     visible_variable = "CUDA_VISIBLE_DEVICES"
-    present = "[[ -e /proc/driver/nvidia/gpus ]] || command -v nvidia-smi >/dev/null"
-    look = _LOOK
-    defaults: ClassVar[Mapping[str, str]] = {
+    presence_condition = "[[ -e /proc/driver/nvidia/gpus ]] || command -v nvidia-smi >/dev/null"
+    count_script = _COUNT_SCRIPT
+    default_variables: ClassVar[Mapping[str, str]] = {
         "NCCL_NVLS_ENABLE": "0",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     }
-    defaults_reason = "No NVLink multicast: it is not safe on hosts that are shared with others."
+    default_variables_reason = (
+        "No NVLink multicast: it is not safe on hosts that are shared with others."
+    )
     default_backend = "nccl"
     compiles = True
     symmetric_memory = True
@@ -117,11 +170,14 @@ class Cuda(Accelerator):
     fused_attention = True
     dispatch_key = "CUDA"
 
-    def count(self) -> int:
-        """The driver's list, else ``nvidia-smi -L``: as :attr:`look`, without a process where the
-        list is there, for a dry run asks this."""
+    def count_devices(self) -> int:
+        """Count the driver's entries in /proc, else the lines of ``nvidia-smi -L``, as
+        :attr:`count_script` does.
+
+        Reading /proc starts no process, which matters because every dry run counts.
+        """
         try:
-            return sum(1 for _ in _PROC.iterdir())
+            return sum(1 for _ in _DRIVER_DIRECTORY.iterdir())
         except OSError:
             pass
         tool = shutil.which("nvidia-smi")
@@ -135,75 +191,83 @@ class Cuda(Accelerator):
             return 0
         return sum(1 for line in listing.stdout.splitlines() if line.startswith("GPU "))
 
-    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-        """By a stream of its own."""
+    def copy_to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Copy on a side stream into pinned memory."""
         tensor = tensor.contiguous()
-        host, stream = self.landing(tensor.shape, tensor.dtype), _side_stream("fetch")
+        host, stream = (
+            self.allocate_host_buffer(tensor.shape, tensor.dtype),
+            _get_side_stream("copy_to_host"),
+        )
         stream.wait_stream(self.module.current_stream())
         with self.module.stream(stream):
             host.copy_(tensor, non_blocking=True)
-            # Where the copy of a part was made here, its memory is not to be used again before.
+            # If `contiguous` made a copy, its memory must not be reused before the transfer is
+            # done.
             tensor.record_stream(stream)
-            done = stream.record_event()
-        return host, done.synchronize
+            copied = stream.record_event()
+        return host, copied.synchronize
 
-    def landing(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Pinned memory."""
+    def allocate_host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate pinned memory."""
         import torch
 
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        stream, current = _side_stream("beside"), self.module.current_stream()
+    def side_stream(self) -> Iterator[None]:
+        stream, current = _get_side_stream("side"), self.module.current_stream()
         stream.wait_stream(current)
         with self.module.stream(stream):
             yield
         current.wait_stream(stream)
 
     def profiler_range(self) -> tuple[Callable[[], None], Callable[[], None]]:
-        """That of ``nsys profile --capture-range=cudaProfilerApi``."""
+        """Return the range functions of ``nsys profile --capture-range=cudaProfilerApi``."""
         import torch
 
         return torch.cuda.profiler.start, torch.cuda.profiler.stop
 
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """A CUDA graph of ``work``, as a function that launches it on the current stream."""
+    def capture_graph(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Capture ``work`` in a CUDA graph and return the function that replays it on the current
+        stream.
+        """
         import torch
 
         graph = torch.cuda.CUDAGraph()
         current: Any = torch.cuda.current_stream()
-        # Nothing is captured on the default stream, for which torch takes one of its own.
+        # The default stream cannot capture. For it, torch uses a stream of its own.
         stream = None if current == torch.cuda.default_stream() else current
-        # Other threads (a backend's watchdog) may go on calling the driver meanwhile.
+        # Other threads (a backend's watchdog) may call the driver during the capture.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             work()
         return graph.replay
 
     def peak_tflops(self, product: str) -> float | None:
-        return _named(PEAK_TFLOPS, product)
+        return _find_by_part(PEAK_TFLOPS, product)
 
     def memory_gib(self, product: str) -> float | None:
-        return _named(MEMORY_GIB, product)
+        return _find_by_part(MEMORY_GIB, product)
 
-    def bandwidth_gb(self, product: str) -> float | None:
-        return _named(BANDWIDTH_GB, product)
+    def memory_gb_per_second(self, product: str) -> float | None:
+        return _find_by_part(MEMORY_GB_PER_SECOND, product)
 
-    def knows_eight_bits(self, product: str) -> bool | None:
+    def product_supports_fp8(self, product: str) -> bool | None:
         part = next((part for part in PEAK_TFLOPS if part in product), None)
-        return None if part is None else part not in WITHOUT_EIGHT_BITS
+        return None if part is None else part not in WITHOUT_FP8
 
-    def bus_gb(self, product: str) -> float | None:
-        return next((BUS_GB[word] for word in product.split() if word in BUS_GB), None)
+    def bus_gb_per_second(self, product: str) -> float | None:
+        return next(
+            (BUS_GB_PER_SECOND[word] for word in product.split() if word in BUS_GB_PER_SECOND), None
+        )
 
-    def multiplies_eight_bits(self, device: torch.device) -> bool:
-        """Ada, Hopper and later."""
+    def supports_fp8(self, device: torch.device) -> bool:
+        """Return True from Ada (compute capability 8.9) on."""
         import torch
 
         return torch.cuda.get_device_capability(device) >= (8, 9)
 
-    def multiplies_blocks(self, device: torch.device) -> bool:
-        """Hopper alone, by cuBLAS from CUDA 12.9 on."""
+    def supports_block_scaled_fp8(self, device: torch.device) -> bool:
+        """Return True on Hopper, where cuBLAS supports it from CUDA 12.9 on."""
         import torch
 
         toolkit = tuple(int(part) for part in (torch.version.cuda or "0").split("."))

@@ -1,45 +1,56 @@
-"""Bash by which a host tells what chips it has, put together of what every adapter knows."""
+"""Bash code by which a host reports its devices, assembled from all adapters."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
 
-from flagscale.accelerators.registry import CPU, accelerator, accelerators
+from flagscale.accelerators.registry import CPU, get_accelerator, list_device_accelerators
 
 
-def looks() -> dict[str, str]:
-    """What to run on a host to count the chips of each kind: see
-    :attr:`~flagscale.accelerators.base.Accelerator.look`."""
-    return {found.name: found.look for found in accelerators()}
+def count_scripts() -> dict[str, str]:
+    """Return the commands that count the devices of a host, by kind. See
+    :attr:`~flagscale.accelerators.base.Accelerator.count_script`.
+    """
+    return {adapter.name: adapter.count_script for adapter in list_device_accelerators()}
 
 
-def defaults(devices: Mapping[str, int]) -> Mapping[str, str]:
-    """The variables that ranks get on a host with so many ``devices`` of each kind, where nobody
-    gives other values: those of the first kind that it has."""
-    kinds = (found for found in accelerators() if devices.get(found.name))
-    return next(kinds, accelerator(CPU)).defaults
+def default_variables(devices: Mapping[str, int]) -> Mapping[str, str]:
+    """Return the default variables of ranks on a host with these numbers of ``devices`` by kind.
+
+    They are those of the first kind that the host has. The user's values take precedence.
+    """
+    present_adapters = (
+        adapter for adapter in list_device_accelerators() if devices.get(adapter.name)
+    )
+    return next(present_adapters, get_accelerator(CPU)).default_variables
 
 
-def defaults_of_unprobed() -> Iterator[str]:
-    """Lines of bash that set the same on a host that nobody has asked: it looks by itself."""
-    word = "if"
-    for found in accelerators():
-        yield f"{word} {found.present}; then"
-        word = "elif"
-        if found.defaults_reason:
-            yield f"    # {found.defaults_reason}"
-        yield from _exports(found.defaults)
+def default_variables_script() -> Iterator[str]:
+    """Yield bash lines that set the same variables on a host that was not probed, by checking it
+    there.
+    """
+    keyword = "if"
+    for adapter in list_device_accelerators():
+        yield f"{keyword} {adapter.presence_condition}; then"
+        keyword = "elif"
+        if adapter.default_variables_reason:
+            yield f"    # {adapter.default_variables_reason}"
+        yield from _iter_exports(adapter.default_variables)
     yield "else"
-    yield from _exports(accelerator(CPU).defaults)
+    yield from _iter_exports(get_accelerator(CPU).default_variables)
     yield "fi"
 
 
-def _exports(variables: Mapping[str, str]) -> Iterator[str]:
+def _iter_exports(variables: Mapping[str, str]) -> Iterator[str]:
     if not variables:
         yield "    :"
     for name, value in variables.items():
         quoted = shlex.quote(value)
-        word = f"${{{name}:-{quoted}}}"
-        # Within double quotes the quotes of a value would be part of it; an assignment needs none.
-        yield f'    export {name}="{word}"' if quoted == value else f"    export {name}={word}"
+        expansion = f"${{{name}:-{quoted}}}"
+        # Within double quotes, the quotes of a value would be part of it. An assignment needs none.
+        yield (
+            f'    export {name}="{expansion}"'
+            if quoted == value
+            else f"    export {name}={expansion}"
+        )

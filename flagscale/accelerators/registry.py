@@ -1,11 +1,11 @@
-"""The kinds of chips that ``device`` can name, installed ones among them.
+"""Registry of the kinds of devices that ``device`` can name, including those of installed packages.
 
-A package adds one by an entry point, whose name is the kind::
+A package adds a kind by an entry point, whose name is the kind::
 
     [project.entry-points."flagscale.accelerators"]
     npu = "my_package.chip:Npu"
 
-It names an :class:`~flagscale.accelerators.base.Accelerator`, or a class of one that takes no
+It refers to an :class:`~flagscale.accelerators.base.Accelerator`, or a subclass that takes no
 arguments.
 """
 
@@ -21,7 +21,7 @@ from flagscale.registry import Registry
 
 AUTO = "auto"
 CPU = "cpu"
-"""The kind of every machine."""
+"""The kind of device that every machine has."""
 ACCELERATORS = Registry(
     "flagscale.accelerators",
     "kind of device",
@@ -30,86 +30,92 @@ ACCELERATORS = Registry(
         CPU: "flagscale.accelerators.cpu:Cpu",
     },
 )
-# Kinds become names of variables and functions of the shell.
-_NAME = re.compile(r"[a-z][a-z0-9_]*")
+# Kinds become part of names of shell variables and functions.
+_KIND_PATTERN = re.compile(r"[a-z][a-z0-9_]*")
 
 
-def names() -> list[str]:
-    """The kinds that a YAML may name, ``auto`` and the CPU first."""
+def list_device_kinds() -> list[str]:
+    """Return the kinds that a YAML may name, ``auto`` and the CPU first."""
     return [AUTO, CPU, *(name for name in ACCELERATORS.names() if name != CPU)]
 
 
 @cache
-def accelerator(kind: str) -> Accelerator:
-    """The adapter of ``kind``.
+def get_accelerator(kind: str) -> Accelerator:
+    """Return the adapter of ``kind``.
 
     Raises:
-        ConfigError: there is none, or a package's does not load; the message says which.
+        ConfigError: the kind is unknown, or a package's adapter fails to load.
     """
-    if ACCELERATORS.missing(kind):
-        known = ", ".join(names())
-        raise ConfigError(f"no kind of device is called {kind!r}; known: {known}")
-    made: Accelerator = ACCELERATORS.made(kind, Accelerator)
-    if not _NAME.fullmatch(kind):
+    if ACCELERATORS.explain_missing(kind):
+        kinds = ", ".join(list_device_kinds())
+        raise ConfigError(f"no kind of device is called {kind!r}; known: {kinds}")
+    adapter: Accelerator = ACCELERATORS.create(kind, Accelerator)
+    if not _KIND_PATTERN.fullmatch(kind):
         raise ConfigError(
-            f"the kind {kind!r} of {type(made).__module__}: expected a to z, 0 to 9, _"
+            f"the kind {kind!r} of {type(adapter).__module__}: expected a to z, 0 to 9, _"
         )
-    return made
+    return adapter
 
 
-def unusable(wanted: str) -> str:
-    """Why nobody can be told to use this kind, in words; empty where it is one, or ``auto``."""
+def explain_unusable_kind(kind: str) -> str:
+    """Return the reason why a kind cannot be used; empty for a valid kind or ``auto``."""
     try:
-        if wanted != AUTO:
-            accelerator(wanted)
+        if kind != AUTO:
+            get_accelerator(kind)
     except ConfigError as error:
         return error.message
     return ""
 
 
 @cache
-def _found() -> tuple[tuple[Accelerator, ...], Mapping[str, str]]:
+def _load_all() -> tuple[tuple[Accelerator, ...], Mapping[str, str]]:
     usable, broken = [], {}
     for kind in ACCELERATORS.names():
         try:
-            usable.append(accelerator(kind))
+            usable.append(get_accelerator(kind))
         except ConfigError as error:
             broken[kind] = error.message
     return tuple(usable), broken
 
 
-def every() -> tuple[Accelerator, ...]:
-    """All adapters that load, in the order in which ``auto`` looks for devices: this project's,
-    those of packages by name, and the CPU last."""
-    usable = _found()[0]
-    return (*(a for a in usable if a.name != CPU), accelerator(CPU))
+def list_accelerators() -> tuple[Accelerator, ...]:
+    """Return all adapters that load, in the order in which ``auto`` tries them.
+
+    These are the built-in ones, those of packages by name, and the CPU last.
+    """
+    usable = _load_all()[0]
+    return (*(a for a in usable if a.name != CPU), get_accelerator(CPU))
 
 
-def accelerators() -> tuple[Accelerator, ...]:
-    """All but the CPU."""
-    return every()[:-1]
+def list_device_accelerators() -> tuple[Accelerator, ...]:
+    """Return all adapters that load, without the CPU."""
+    return list_accelerators()[:-1]
 
 
-def broken() -> Mapping[str, str]:
-    """The kinds of packages that do not load, with the reason."""
-    return _found()[1]
+def list_broken_kinds() -> Mapping[str, str]:
+    """Return the kinds of packages that fail to load, with the reason."""
+    return _load_all()[1]
 
 
-def preferred(wanted: str, devices: Mapping[str, int]) -> str:
-    """The kind that ranks of a host use where a YAML says ``wanted`` and the host has so many
-    ``devices`` of each kind. Needs no torch."""
-    if wanted != AUTO:
-        return wanted
-    return next((a.name for a in accelerators() if devices.get(a.name)), CPU)
+def choose_kind(kind: str, devices: Mapping[str, int]) -> str:
+    """Return the kind that ranks of a host use.
+
+    ``kind`` is the kind in the YAML; ``auto`` selects the first kind of which the host has
+    ``devices``. Works without torch.
+    """
+    if kind != AUTO:
+        return kind
+    return next((a.name for a in list_device_accelerators() if devices.get(a.name)), CPU)
 
 
-def chosen(wanted: str) -> Accelerator:
-    """The kind that this process uses where it is told ``wanted``: of ``auto`` the first whose
-    devices torch can use, else the CPU. Imports torch.
+def choose_accelerator(kind: str) -> Accelerator:
+    """Return the adapter that this process uses for ``kind``.
+
+    ``auto`` selects the first kind whose devices torch can use, else the CPU. Imports torch.
 
     Raises:
-        ConfigError: no kind is called so, or its adapter does not load.
+        ConfigError: the kind is unknown, or its adapter fails to load.
     """
-    if wanted != AUTO:
-        return accelerator(wanted)
-    return next(a for a in every() if a.missing() is None)
+    if kind != AUTO:
+        return get_accelerator(kind)
+    return next(a for a in list_accelerators() if a.explain_unavailable() is None)

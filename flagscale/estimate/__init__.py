@@ -1,1 +1,1 @@
-"""What a step of training takes, before it is taken: arithmetic, time, memory. No torch."""
+"""Estimates of a training step before it runs: arithmetic, time and memory. Works without torch."""

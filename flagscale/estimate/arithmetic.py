@@ -1,12 +1,12 @@
-"""How much arithmetic a training step is.
+"""Floating-point operations (FLOP) of a training step.
 
-The count is of the model's own floating-point operations: two for each multiply-add, the backward
-pass as twice the forward pass, recomputation not counted, and of causal attention only the half
-that is needed. So model FLOPs utilisation (MFU; Chowdhery et al., "PaLM", 2022, appendix B) says
-how much of the hardware does work that the model asks for.
+Only the model's own operations are counted: two per multiply-add, the backward pass as twice the
+forward pass, without recomputation, and for causal attention only the half that the mask leaves.
+Therefore model FLOPs utilization (MFU; Chowdhery et al., "PaLM", 2022, appendix B) is the
+fraction of the hardware's peak that is spent on operations of the model.
 
-``args`` are resolved training arguments throughout, of a family that is known to be a stack of
-transformer layers (:func:`transformer`).
+``args`` are resolved training arguments throughout. Their family must be described as a stack of
+transformer layers, see :func:`get_transformer`.
 """
 
 from __future__ import annotations
@@ -14,74 +14,88 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from flagscale.config.arguments.families import Transformer, family
+from flagscale.config.arguments.rules.model_family import Transformer, get_model_family
 from flagscale.errors import ConfigError
-from flagscale.estimate.attention import projections, scored
+from flagscale.estimate.attention import projection_weights, score_width
 
-_FORWARD, _OF_INPUTS, _OF_WEIGHTS = 1.0, 1.0, 1.0
-"""Products of the forward pass, and of the backward pass: gradients of inputs, of weights."""
+_FORWARD, _INPUT_GRADIENTS, _WEIGHT_GRADIENTS = 1.0, 1.0, 1.0
+"""Relative cost of the forward pass, and in the backward pass of the gradients of inputs and of
+weights.
+"""
 
 
-def transformer(args: Any) -> Transformer:
-    """What the family of ``args`` is as a transformer.
+def get_transformer(args: Any) -> Transformer:
+    """Return the description of the family of ``args`` as a transformer.
 
     Raises:
-        ConfigError: it is none that anybody has described.
+        ConfigError: the family is not described as a transformer.
     """
-    own = family(args.family)
-    if own.transformer is None:
+    family_spec = get_model_family(args.family)
+    if family_spec.transformer is None:
         raise ConfigError(
-            f"family: {args.family}: it does not say what its layers are, so neither its "
+            f"family: {args.family}: its layers are not described, so neither its "
             "arithmetic nor its memory can be estimated"
         )
-    return own.transformer
+    return family_spec.transformer
 
 
 def flops_per_token(args: Any, vocabulary: int) -> float:
-    """Floating-point operations of training one token, forward and backward, over all ranks.
+    """Return the FLOP of training one token, forward and backward, summed over all ranks.
 
-    6 operations a weight of each matrix that a token meets (the output layer included, the
-    embedding's lookup not), and 6 x sequence x attention width a layer for causal attention:
-    QK^T and AV are 2 x 2 x sequence x width forward, halved by the mask, tripled by the backward.
-    Where each token attends to all of its sequence it is 12 x. A layer with a window of w tokens
-    before each has w + 1 - w (w + 1) / 2 sequence of them on average where others have half the
-    sequence. Documents that are kept apart are not counted.
+    Each weight of a matrix that a token passes costs 6 FLOP; this includes the output layer, but
+    not the embedding's lookup. Causal attention costs 6 x sequence x attention width per layer:
+    QK^T and AV are 2 x 2 x sequence x width in the forward pass, halved by the mask and tripled
+    by the backward pass. (Narayanan et al., "Efficient Large-Scale Language Model Training on
+    GPU Clusters Using Megatron-LM", 2021, appendix; PaLM, appendix B.) Bidirectional attention
+    costs twice as much. In a layer with a window of w preceding tokens, a token attends to
+    w + 1 - w (w + 1) / (2 sequence) tokens on average, where causal attention has sequence / 2.
+    Masks between documents are ignored.
 
-    Of frozen matrices (``peft_type``) the backward pass has no gradient of the weights; what
-    adapters take is not counted. Layers that predict further tokens count with a head each.
+    For frozen matrices (``peft_type``) the backward pass computes no gradient of weights; the
+    adapters themselves are not counted. Multi-token prediction layers count with one head each.
 
-    ``vocabulary`` is the padded vocabulary.
+    ``vocabulary`` is the padded vocabulary size.
     """
-    forward = sum(_layers(args)) + head_flops(args, vocabulary) + further_flops(args, vocabulary)
-    return training(args) * forward
+    forward = (
+        sum(_flops_by_layer(args)) + head_flops(args, vocabulary) + mtp_flops(args, vocabulary)
+    )
+    return training_factor(args) * forward
 
 
-def training(args: Any) -> float:
-    """What training takes of the forward pass: itself and the backward pass, which has no weights
-    to differentiate by in attention, but two factors."""
-    every = _FORWARD + _OF_INPUTS + _OF_WEIGHTS
+def training_factor(args: Any) -> float:
+    """Return the FLOP of training as a multiple of those of the forward pass.
+
+    With frozen weights, only attention has two gradients per product, because neither factor is
+    a weight.
+    """
+    full_factor = _FORWARD + _INPUT_GRADIENTS + _WEIGHT_GRADIENTS
     if not args.peft_type:
-        return every
-    attention = sum(attention_flops(args, window) for window in windows(args))
-    return _FORWARD + _OF_INPUTS + attention / sum(_layers(args)) * _OF_WEIGHTS
+        return full_factor
+    attention = sum(attention_flops(args, window) for window in attention_windows(args))
+    return _FORWARD + _INPUT_GRADIENTS + attention / sum(_flops_by_layer(args)) * _WEIGHT_GRADIENTS
 
 
-class Layer(NamedTuple):
-    """What sets layers of a model apart. ``window``: how many tokens before it a token attends to,
-    None without one; ``eight``: its products, but for experts', take 8-bit numbers."""
+class LayerKind(NamedTuple):
+    """Properties that distinguish layers of a model.
 
-    mixture: bool
+    ``window`` is the number of preceding tokens that a token attends to, None without a limit.
+    ``is_fp8`` is True if linear products, except those of experts, use 8-bit floats.
+    """
+
+    is_moe: bool
     window: int | None = None
-    eight: bool = False
+    is_fp8: bool = False
 
 
-def layers(args: Any) -> tuple[Layer, ...]:
-    """Of each layer, in order."""
-    each = zip(mixtures(args), windows(args), _in_eight_bits(args), strict=True)
-    return tuple(Layer(*one) for one in each)
+def list_layer_kinds(args: Any) -> tuple[LayerKind, ...]:
+    """Return the kind of each layer of the model, in order."""
+    properties = zip(
+        moe_layer_flags(args), attention_windows(args), _select_fp8_layers(args), strict=True
+    )
+    return tuple(LayerKind(*values) for values in properties)
 
 
-def _in_eight_bits(args: Any) -> list[bool]:
+def _select_fp8_layers(args: Any) -> list[bool]:
     if not args.fp8:
         return [False] * args.num_layers
     first, last = 0, args.num_layers
@@ -90,95 +104,108 @@ def _in_eight_bits(args: Any) -> list[bool]:
     return [first <= number < last for number in range(args.num_layers)]
 
 
-def _layers(args: Any) -> list[float]:
-    """Operations of one token's forward pass through each layer, over all ranks."""
-    each = zip(mixtures(args), windows(args), strict=True)
-    return [layer_flops(args, Layer(mixture, window)) for mixture, window in each]
+def _flops_by_layer(args: Any) -> list[float]:
+    """Return the forward FLOP of one token in each layer, summed over all ranks."""
+    kinds = zip(moe_layer_flags(args), attention_windows(args), strict=True)
+    return [layer_flops(args, LayerKind(is_moe, window)) for is_moe, window in kinds]
 
 
-def layer_flops(args: Any, layer: Layer) -> float:
-    """Operations of one token's forward pass through a layer, over all ranks."""
-    return product_flops(args, mixture=layer.mixture) + attention_flops(args, layer.window)
+def layer_flops(args: Any, layer: LayerKind) -> float:
+    """Return the forward FLOP of one token in a layer, summed over all ranks."""
+    return linear_flops(args, is_moe=layer.is_moe) + attention_flops(args, layer.window)
 
 
-def product_flops(args: Any, *, mixture: bool) -> float:
-    """Those of its products with weights."""
-    mlp = _mixture_weights(args) if mixture else dense_weights(args)
-    return float(2 * (projections(args) + mlp))
+def linear_flops(args: Any, *, is_moe: bool) -> float:
+    """Return the forward FLOP of one token in a layer's products with weights, over all ranks."""
+    mlp = _active_moe_weights(args) if is_moe else dense_mlp_weights(args)
+    return float(2 * (projection_weights(args) + mlp))
 
 
 def attention_flops(args: Any, window: int | None) -> float:
-    """Operations of one token's scores and what they weigh."""
+    """Return the forward FLOP of one token in a layer's QK^T and AV products, over all ranks."""
     length = args.seq_length
     if window is not None and window < length:
-        return float(2 * (window + 1 - window * (window + 1) / (2 * length)) * scored(args))
-    attended = length * (1 if transformer(args).causal else 2)
-    return float(attended * scored(args))
+        return float(2 * (window + 1 - window * (window + 1) / (2 * length)) * score_width(args))
+    attended = length * (1 if get_transformer(args).causal else 2)
+    return float(attended * score_width(args))
 
 
-def windows(args: Any) -> tuple[int | None, ...]:
-    """Of each layer how many tokens before it a token attends to; None without a window. With
-    ``window_attn_skip_freq`` every so many-th has none, or as a list of ones and zeros says."""
+def attention_windows(args: Any) -> tuple[int | None, ...]:
+    """Return the attention window of each layer in tokens; None for layers without a window.
+
+    ``window_attn_skip_freq`` n exempts every n-th layer; a list has a 1 for layers with a
+    window.
+    """
     layers: int = args.num_layers
     if not args.window_size or args.window_size[0] < 0:
         return (None,) * layers
     pattern: int | Iterable[Any] | None = args.window_attn_skip_freq
     if pattern is None:
-        has = [True] * layers
+        has_window = [True] * layers
     elif isinstance(pattern, int):
-        has = [layer % pattern != 0 for layer in range(1, layers + 1)]
+        has_window = [layer % pattern != 0 for layer in range(1, layers + 1)]
     else:
-        has = [bool(int(layer)) for layer in pattern]
-    return tuple(args.window_size[0] if layer else None for layer in has)
+        has_window = [bool(int(layer)) for layer in pattern]
+    return tuple(args.window_size[0] if layer else None for layer in has_window)
 
 
 def head_flops(args: Any, vocabulary: int) -> float:
-    """Operations of one token's forward pass through the head, over all ranks."""
+    """Return the forward FLOP of one token in the head, over all ranks."""
     hidden = int(args.hidden_size)
-    return 2.0 * hidden * (vocabulary + transformer(args).head_layers * hidden)
+    return 2.0 * hidden * (vocabulary + get_transformer(args).head_layers * hidden)
 
 
-def further_flops(args: Any, vocabulary: int) -> float:
-    """Operations of one token's forward pass through the layers that predict further tokens, each
-    with the matrix that joins what it takes, and a head, over all ranks."""
-    joins = 2.0 * further_weights(args)
-    each = layer_flops(args, layers(args)[-1]) + joins + head_flops(args, vocabulary)
-    return further(args) * each
+def mtp_flops(args: Any, vocabulary: int) -> float:
+    """Return the forward FLOP of one token in the multi-token prediction layers, over all ranks.
+
+    Each consists of the projection that combines embedding and hidden state, a layer, and a
+    head.
+    """
+    projection = 2.0 * mtp_projection_weights(args)
+    flops_per_depth = (
+        layer_flops(args, list_layer_kinds(args)[-1]) + projection + head_flops(args, vocabulary)
+    )
+    return mtp_depth(args) * flops_per_depth
 
 
-def further(args: Any) -> int:
-    """Layers that predict further tokens; they are as the model's last one."""
+def mtp_depth(args: Any) -> int:
+    """Return the number of multi-token prediction layers. Each is of the same kind as the model's
+    last layer.
+    """
     return int(args.mtp_num_layers or 0)
 
 
-def further_weights(args: Any) -> int:
-    """Weights of the matrix by which such a layer joins a token's embedding and its state."""
+def mtp_projection_weights(args: Any) -> int:
+    """Return the weights of the projection that combines embedding and hidden state."""
     return 2 * int(args.hidden_size) ** 2
 
 
-def mlp_matrices(args: Any) -> int:
-    """Matrices of an MLP: a gated one has a second one inwards."""
+def mlp_matrix_count(args: Any) -> int:
+    """Return the number of matrices of an MLP: 3 if it is gated, else 2."""
     return 3 if args.swiglu or args.gated_linear_unit else 2
 
 
-def dense_weights(args: Any) -> int:
-    """Weights of a layer's MLP that is no mixture."""
-    wide = args.ffn_hidden_size or 4 * args.hidden_size
-    return int(mlp_matrices(args) * args.hidden_size * wide)
+def dense_mlp_weights(args: Any) -> int:
+    """Return the weights of a dense layer's MLP."""
+    ffn_size = args.ffn_hidden_size or 4 * args.hidden_size
+    return int(mlp_matrix_count(args) * args.hidden_size * ffn_size)
 
 
-def _mixture_weights(args: Any) -> float:
-    """Weights of a mixture that one token meets: of the chosen experts, the shared one, the
-    router."""
+def _active_moe_weights(args: Any) -> float:
+    """Return the weights of a mixture of experts that one token passes: top-k experts, shared
+    expert, router.
+    """
     experts = args.moe_router_topk * (args.moe_ffn_hidden_size or args.ffn_hidden_size)
     shared = args.moe_shared_expert_intermediate_size or 0
-    met = mlp_matrices(args) * (experts + shared) + args.num_moe_experts
-    return float(args.hidden_size * met)
+    columns = mlp_matrix_count(args) * (experts + shared) + args.num_moe_experts
+    return float(args.hidden_size * columns)
 
 
-def mixtures(args: Any) -> tuple[bool, ...]:
-    """Of each layer, whether it is a mixture of experts: every ``moe_layer_freq``-th, or as a list
-    of ones and zeros says."""
+def moe_layer_flags(args: Any) -> tuple[bool, ...]:
+    """Return for each layer whether it is a mixture of experts.
+
+    ``moe_layer_freq`` n selects every n-th layer; a list has a 1 for these layers.
+    """
     layers: int = args.num_layers
     if not args.num_moe_experts:
         return (False,) * layers

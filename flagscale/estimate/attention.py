@@ -1,4 +1,4 @@
-"""Attention's matrices and what they make, by heads or from latent numbers.
+"""Sizes of attention: weights and activations, for grouped-query and multi-head latent attention.
 
 ``args`` are resolved arguments throughout.
 """
@@ -7,77 +7,84 @@ from __future__ import annotations
 
 from typing import Any
 
-_BOUNDED = 4
-"""Numbers that stay for the backward pass of each score that is bounded: the bounded one, its share
-in fp32 and in the model's precision."""
+_SOFTCAP_ELEMENTS = 4
+"""Elements kept for the backward pass per softcapped score: the capped score, and its softmax in
+fp32 and in the model's precision, in units of the model's precision.
+"""
 
 
-def projections(args: Any) -> int:
-    """Weights of a layer's projections, without biases and norms, over all ranks."""
+def projection_weights(args: Any) -> int:
+    """Return the weights of a layer's projections over all ranks, without biases and norms."""
     hidden, heads = args.hidden_size, args.num_attention_heads
     if not args.multi_latent_attention:
-        width = head_width(args)
+        width = head_dim(args)
         return int(hidden * 2 * width * (heads + (args.num_query_groups or heads)))
-    queries, latent = args.q_lora_rank, args.kv_lora_rank
-    wide = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
-    asked = hidden * queries + queries * wide if queries else hidden * wide
-    keys = hidden * (latent + args.qk_pos_emb_head_dim)
-    both = latent * heads * (args.qk_head_dim + args.v_head_dim)
-    return int(asked + keys + both + heads * args.v_head_dim * hidden)
+    query_rank, kv_rank = args.q_lora_rank, args.kv_lora_rank
+    query_width = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
+    query_weights = (
+        hidden * query_rank + query_rank * query_width if query_rank else hidden * query_width
+    )
+    kv_down_weights = hidden * (kv_rank + args.qk_pos_emb_head_dim)
+    kv_up_weights = kv_rank * heads * (args.qk_head_dim + args.v_head_dim)
+    return int(query_weights + kv_down_weights + kv_up_weights + heads * args.v_head_dim * hidden)
 
 
-def norm_widths(args: Any) -> int:
-    """Numbers that a layer's norms of queries and keys are over, which every rank has."""
+def qk_norm_size(args: Any) -> int:
+    """Return the total size of a layer's query and key norms, replicated on every rank."""
     if not args.qk_layernorm:
         return 0
     if not args.multi_latent_attention:
-        return 2 * head_width(args)
+        return 2 * head_dim(args)
     return int((args.q_lora_rank or 0) + args.kv_lora_rank)
 
 
-def scored(args: Any) -> int:
-    """Width of all heads' queries and of all heads' values together: products a score takes."""
+def score_width(args: Any) -> int:
+    """Return the total width of queries and values over all heads: multiply-adds per pair of
+    tokens.
+    """
     heads = args.num_attention_heads
     if not args.multi_latent_attention:
-        return int(2 * head_width(args) * heads)
+        return int(2 * head_dim(args) * heads)
     return int(heads * (args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim))
 
 
-def kept(args: Any) -> float:
-    """Numbers a token that stay for the backward pass: queries, keys, values, attention's output as
-    its kernel and as the projection want it, latent numbers, where norms are over queries and keys
-    what they are of, and where they are in memory all scores. Tensor parallelism divides them, but
-    for latent numbers, on a rank. With context parallelism it is the whole sequence's keys and
-    values."""
+def activation_elements(args: Any) -> float:
+    """Return the elements per token that a rank keeps for a layer's backward pass.
+
+    These are queries, keys, values, and attention's output in the layouts of its kernel and of
+    the projection; with latent attention the latent vectors, with norms of queries and keys
+    their inputs, and with softcapping all scores. Tensor parallelism divides all but the latent
+    vectors. With context parallelism, keys and values are those of the whole sequence.
+    """
     tp = args.tensor_model_parallel_size
     heads = args.num_attention_heads
-    own = keys_and_values(args)
-    made = heads * (args.v_head_dim if args.multi_latent_attention else head_width(args))
-    asked = scored(args) - made  # as wide as keys
-    found = asked + own * args.context_parallel_size + 2 * made
+    kv_size = kv_width(args)
+    output_size = heads * (args.v_head_dim if args.multi_latent_attention else head_dim(args))
+    query_size = score_width(args) - output_size  # as wide as keys
+    elements = query_size + kv_size * args.context_parallel_size + 2 * output_size
     if args.multi_latent_attention:
         latent = 2 * ((args.q_lora_rank or 0) + args.kv_lora_rank) + args.qk_pos_emb_head_dim
-        return float(found / tp + latent)
+        return float(elements / tp + latent)
     if args.qk_layernorm:
-        found += asked + own / 2
+        elements += query_size + kv_size / 2
     if args.attn_logit_softcapping:
-        found += _BOUNDED * heads * args.seq_length
-    return float(found / tp)
+        elements += _SOFTCAP_ELEMENTS * heads * args.seq_length
+    return float(elements / tp)
 
 
-def keys_and_values(args: Any) -> int:
-    """Numbers of a token's keys and values, of all heads."""
+def kv_width(args: Any) -> int:
+    """Return the elements of a token's keys and values over all heads."""
     if args.multi_latent_attention:
-        return scored(args)
-    return int(2 * head_width(args) * (args.num_query_groups or args.num_attention_heads))
+        return score_width(args)
+    return int(2 * head_dim(args) * (args.num_query_groups or args.num_attention_heads))
 
 
-def gathered(args: Any) -> float:
-    """Keys and values of the whole sequence on a rank, in numbers for each token of its own."""
-    found = keys_and_values(args) * args.context_parallel_size
-    return float(found / args.tensor_model_parallel_size)
+def gathered_kv_elements(args: Any) -> float:
+    """Return a rank's elements of the whole sequence's keys and values, per token of its own."""
+    elements = kv_width(args) * args.context_parallel_size
+    return float(elements / args.tensor_model_parallel_size)
 
 
-def head_width(args: Any) -> int:
-    """Numbers of an attention head."""
+def head_dim(args: Any) -> int:
+    """Return the size of an attention head."""
     return int(args.kv_channels or args.hidden_size // args.num_attention_heads)

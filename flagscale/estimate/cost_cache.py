@@ -1,8 +1,8 @@
-"""Measured costs, kept for the next time: a file for each model, layout and kind of device.
+"""Cache of measured costs, with one file per model, layout and kind of device.
 
-They lie under ``${XDG_CACHE_HOME:-~/.cache}/flagscale/times`` of the host that rank 0 is on. What
-they depend on and a YAML says is in a file's name; the rest (vocabulary, device, versions) is in
-the file, so that a plan, which does not know it, can find them all the same.
+The files are in ``${XDG_CACHE_HOME:-~/.cache}/flagscale/times`` on the host of rank 0. The file
+name is a digest of the relevant configuration. Other dependencies (vocabulary, device, versions)
+are stored in the file, so that a plan, which cannot determine them, finds the file all the same.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from flagscale import files
-from flagscale.config.arguments.architecture import Architecture
-from flagscale.config.arguments.latent import Latent
-from flagscale.config.arguments.meshes import Mesh, Meshes, view
-from flagscale.config.arguments.precision import Values
-from flagscale.config.arguments.registry import arguments
-from flagscale.config.arguments.spec import declared
-from flagscale.config.arguments.training import Model
-from flagscale.estimate.costs import Costs
+from flagscale.config.arguments.hetero.meshes import Mesh, Meshes, mesh_view
+from flagscale.config.arguments.spec.argument import Values, declared
+from flagscale.config.arguments.spec.model_arguments import Architecture, Latent, Model
+from flagscale.config.arguments.spec.registry import arguments
+from flagscale.estimate.costs import RankCosts
 
-_MORE = ("transformer_impl", "seq_length", "device", "recompute_granularity")
-_OF_NO_MATTER = {
+_ADDITIONAL = ("transformer_impl", "seq_length", "device", "recompute_granularity")
+_IRRELEVANT = {
     *("num_layers", "moe_layer_freq", "pipeline_model_parallel_size"),
     *("pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size"),
     *("overlap_grad_reduce", "overlap_param_gather", "max_position_embeddings"),
@@ -37,62 +34,66 @@ _OF_NO_MATTER = {
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Costs of a rank of a mesh. ``origin``: vocabulary, device and versions they were measured
-    with; ``date``: when."""
+class CachedCosts:
+    """Cached costs of a rank of a mesh.
 
-    costs: Costs
+    ``origin`` contains the vocabulary, device and versions of the measurement, ``date`` its
+    date.
+    """
+
+    costs: RankCosts
     origin: Mapping[str, str]
     date: str
 
 
-def path_of(values: Values, meshes: Meshes, index: int) -> Path:
-    """Where the costs of a mesh are kept."""
-    return path_with(values, meshes, index, sequences(meshes, meshes.meshes[index]))
+def mesh_cost_path(values: Values, meshes: Meshes, index: int) -> Path:
+    """Return the path of the cached costs of a mesh."""
+    return cost_path(values, meshes, index, count_max_sequences(meshes, meshes.meshes[index]))
 
 
-def path_with(values: Values, meshes: Meshes, index: int, most: int) -> Path:
-    """The same for ranks that have at most so many sequences of a micro-batch."""
+def cost_path(values: Values, meshes: Meshes, index: int, max_sequences: int) -> Path:
+    """Return the path of a mesh's costs with at most ``max_sequences`` sequences per rank and
+    micro-batch."""
     mesh = meshes.meshes[index]
-    known = view(values, meshes, index)
-    relevant: dict[str, Any] = {name: known[name] for name in _relevant()}
-    # Meshes without a type may be of unlike devices all the same.
-    whose = index if mesh.device_type is None else mesh.device_type
-    relevant["mesh"] = [mesh.tp, mesh.cp, mesh.ep, mesh.etp, mesh.dp, whose]
-    relevant["sequences"] = most
+    mesh_values = mesh_view(values, meshes, index)
+    relevant: dict[str, Any] = {name: mesh_values[name] for name in _relevant_arguments()}
+    # Meshes without a type may nevertheless have different devices.
+    device = index if mesh.device_type is None else mesh.device_type
+    relevant["mesh"] = [mesh.tp, mesh.cp, mesh.ep, mesh.etp, mesh.dp, device]
+    relevant["sequences"] = max_sequences
     relevant["sequence_parallel"] = meshes.sequence_parallel and mesh.tp > 1
     text = json.dumps(relevant, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:20]
     return files.cache_directory() / "times" / f"{digest}.json"
 
 
-def sequences(meshes: Meshes, mesh: Mesh) -> int:
-    """Most sequences that a rank of a mesh has of a micro-batch."""
+def count_max_sequences(meshes: Meshes, mesh: Mesh) -> int:
+    """Return the maximum number of sequences that a rank of a mesh has in a micro-batch."""
     return max(len(meshes.sequences_of(mesh, d)) for d in range(mesh.dp))
 
 
 @cache
-def _relevant() -> tuple[str, ...]:
-    """Arguments that what a layer takes may depend on."""
+def _relevant_arguments() -> tuple[str, ...]:
+    """Return the arguments that may affect the cost of a layer."""
     core = (name for name, a in arguments().items() if a.origin.startswith("megatron.core"))
     groups = (Model, Architecture, Latent)
-    own = (argument.name for group in groups for argument in declared(group, "model"))
-    return tuple(sorted({*core, *own, *_MORE} - _OF_NO_MATTER))
+    own_names = (argument.name for group in groups for argument in declared(group, "model"))
+    return tuple(sorted({*core, *own_names, *_ADDITIONAL} - _IRRELEVANT))
 
 
-def read(path: Path) -> Kept | None:
-    """What is kept there; None where nothing is, or nothing that can be read."""
+def read_costs(path: Path) -> CachedCosts | None:
+    """Return the cached costs; None if the file is missing or invalid."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        origin = {str(name): str(value) for name, value in found["origin"].items()}
-        return Kept(Costs.from_json(found["costs"]), origin, str(found["date"]))
+        record = json.loads(path.read_text(encoding="utf-8"))
+        origin = {str(name): str(value) for name, value in record["origin"].items()}
+        return CachedCosts(RankCosts.from_json(record["costs"]), origin, str(record["date"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def write(path: Path, kept: Kept) -> None:
-    """Keep costs; where the disk does not take them they are measured again next time."""
-    record = {"origin": dict(kept.origin), "date": kept.date, "costs": kept.costs.as_json()}
+def write_costs(path: Path, cached: CachedCosts) -> None:
+    """Write costs to the cache. Errors are ignored: the costs are measured again next time."""
+    record = {"origin": dict(cached.origin), "date": cached.date, "costs": cached.costs.to_json()}
     with suppress(OSError):
         files.make_private_directory(path.parent)
         files.write_atomic(path, json.dumps(record, indent=1) + "\n", durable=False)

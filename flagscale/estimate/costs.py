@@ -1,4 +1,4 @@
-"""What parts of a model cost a rank: seconds and bytes, as measured."""
+"""Measured costs of a model's parts for a rank: seconds and bytes."""
 
 from __future__ import annotations
 
@@ -10,44 +10,52 @@ DENSE, MIXTURE = "dense", "mixture"
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Of a part of the model, for a rank: seconds of a micro-batch's passes; seconds after them,
-    once a step (reducing gradients, the optimizer); bytes that it always takes, and bytes that a
-    micro-batch takes between its passes."""
+class PartCost:
+    """Cost of a part of the model for a rank.
 
-    forward: float = 0.0
-    backward: float = 0.0
-    after: float = 0.0
-    held: float = 0.0
-    kept: float = 0.0
+    ``forward_seconds`` and ``backward_seconds`` are per micro-batch, ``step_seconds`` per step
+    after all passes (gradient reduction, optimizer). ``static_bytes`` are always allocated,
+    ``activation_bytes`` per micro-batch between its forward and backward pass.
+    """
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    step_seconds: float = 0.0
+    static_bytes: float = 0.0
+    activation_bytes: float = 0.0
 
-    def times(self, count: float) -> Cost:
-        return Cost(*(count * value for value in astuple(self)))
+    def __add__(self, other: PartCost) -> PartCost:
+        return PartCost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    def less(self, other: Cost) -> Cost:
-        """The rest without ``other``; what noise makes negative is none."""
-        return Cost(*(max(a - b, 0.0) for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def scale(self, count: float) -> PartCost:
+        return PartCost(*(count * value for value in astuple(self)))
+
+    def subtract(self, other: PartCost) -> PartCost:
+        """Return the difference, with components that noise makes negative set to zero."""
+        return PartCost(
+            *(max(a - b, 0.0) for a, b in zip(astuple(self), astuple(other), strict=True))
+        )
 
     @property
-    def both(self) -> float:
-        """Seconds of a micro-batch's passes."""
-        return self.forward + self.backward
+    def pass_seconds(self) -> float:
+        """Seconds of a micro-batch's forward and backward pass."""
+        return self.forward_seconds + self.backward_seconds
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Of everything a rank may hold. ``layers``: of a layer, by its kind; ``memory``: bytes of the
-    rank's device that training may take, None where they are not counted."""
+class RankCosts:
+    """Costs of all model parts that a rank may hold.
 
-    layers: Mapping[str, Cost]
-    embedding: Cost = field(default_factory=Cost)
-    head: Cost = field(default_factory=Cost)
+    ``layers`` is the cost of one layer by kind. ``memory`` is the number of bytes of the rank's
+    device that training may use, None if its memory is not counted.
+    """
+
+    layers: Mapping[str, PartCost]
+    embedding: PartCost = field(default_factory=PartCost)
+    head: PartCost = field(default_factory=PartCost)
     memory: float | None = None
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {
             "layers": {kind: list(astuple(cost)) for kind, cost in self.layers.items()},
             "embedding": list(astuple(self.embedding)),
@@ -56,35 +64,40 @@ class Costs:
         }
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Costs:
-        """Raises KeyError, TypeError or ValueError where it is none."""
-        layers = {str(kind): _cost(cost) for kind, cost in found["layers"].items()}
-        memory = None if found["memory"] is None else float(found["memory"])
-        return cls(layers, _cost(found["embedding"]), _cost(found["head"]), memory)
+    def from_json(cls, record: Mapping[str, Any]) -> RankCosts:
+        """Convert the result of :meth:`to_json` back. Raises KeyError, TypeError or ValueError."""
+        layers = {str(kind): _parse_cost(cost) for kind, cost in record["layers"].items()}
+        memory = None if record["memory"] is None else float(record["memory"])
+        return cls(layers, _parse_cost(record["embedding"]), _parse_cost(record["head"]), memory)
 
 
-def _cost(values: Sequence[Any]) -> Cost:
-    if len(values) != len(fields(Cost)):
+def _parse_cost(values: Sequence[Any]) -> PartCost:
+    if len(values) != len(fields(PartCost)):
         raise ValueError("not as many numbers as a cost has")
-    return Cost(*map(float, values))
+    return PartCost(*map(float, values))
 
 
-def slowest(costs: Iterable[Costs]) -> Costs:
-    """What the slowest, and the fullest, of several ranks takes, part by part."""
-    every = list(costs)
-    limits = [cost.memory for cost in every if cost.memory is not None]
-    return Costs(
-        {kind: _most(cost.layers[kind] for cost in every) for kind in every[0].layers},
-        _most(cost.embedding for cost in every),
-        _most(cost.head for cost in every),
+def max_costs(costs: Iterable[RankCosts]) -> RankCosts:
+    """Return the maximum over several ranks, component by component, and the minimum of their
+    memory.
+    """
+    rank_costs = list(costs)
+    limits = [cost.memory for cost in rank_costs if cost.memory is not None]
+    return RankCosts(
+        {
+            kind: _max_cost(cost.layers[kind] for cost in rank_costs)
+            for kind in rank_costs[0].layers
+        },
+        _max_cost(cost.embedding for cost in rank_costs),
+        _max_cost(cost.head for cost in rank_costs),
         min(limits, default=None),
     )
 
 
-def _most(costs: Iterable[Cost]) -> Cost:
-    return Cost(*(max(values) for values in zip(*map(astuple, costs), strict=True)))
+def _max_cost(costs: Iterable[PartCost]) -> PartCost:
+    return PartCost(*(max(values) for values in zip(*map(astuple, costs), strict=True)))
 
 
-def least_of(costs: Iterable[Cost]) -> Cost:
-    """The least of several measurements of one part, number by number."""
-    return Cost(*(min(values) for values in zip(*map(astuple, costs), strict=True)))
+def min_cost(costs: Iterable[PartCost]) -> PartCost:
+    """Return the minimum over several measurements of one part, component by component."""
+    return PartCost(*(min(values) for values in zip(*map(astuple, costs), strict=True)))

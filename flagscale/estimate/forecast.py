@@ -1,4 +1,4 @@
-"""What a step takes of the ranks of each pipeline stage, by calculation."""
+"""Calculated load and memory of the ranks of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -10,113 +10,137 @@ from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any
 
-from flagscale.config.arguments import recompute
-from flagscale.config.arguments.meshes import Meshes
-from flagscale.config.arguments.pipeline import layers_of_stages
-from flagscale.config.arguments.recompute import AUTO
-from flagscale.config.arguments.resolve import of_rank
+from flagscale.config.arguments.derive import rank_arguments
+from flagscale.config.arguments.hetero.meshes import Meshes
+from flagscale.config.arguments.rules.parallel_layout import layers_of_stages
+from flagscale.config.arguments.rules.recompute import recompute_plan
+from flagscale.config.arguments.spec.system_arguments import RECOMPUTE_AUTO
 from flagscale.estimate import arithmetic, memory, op_times
-from flagscale.estimate.arithmetic import Layer, training
-from flagscale.estimate.memory import Held, Memory
-from flagscale.estimate.op_times import Both, Chip, Load
-from flagscale.estimate.pipeline import Passes, Played, play, warm_up
+from flagscale.estimate.arithmetic import LayerKind, training_factor
+from flagscale.estimate.memory import MemoryEstimate, ModelPart
+from flagscale.estimate.op_times import DevicePeaks, PassLoads, Workload
+from flagscale.estimate.pipeline import (
+    SimulatedStep,
+    StagePassTimes,
+    count_warmup_passes,
+    simulate_step,
+)
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Of one rank of a stage. ``name`` is for people; ``work``: floating-point operations of a
-    micro-batch, both passes, a model chunk each, as the model's own work is counted; ``passes``:
-    what these ask of its device, recomputing included; ``after``: what the end of a step asks;
-    ``recomputed``: how many layers of a chunk are, where that is to be chosen."""
+class StageForecast:
+    """Load and memory of one rank of a stage.
+
+    ``name`` is for messages. ``flops`` are the model's FLOP per micro-batch in both passes, by
+    model chunk. ``passes`` is the load on the rank's device, including recomputation.
+    ``optimizer_load`` is the load at the end of a step. ``recomputed_layers`` is the number of
+    recomputed layers per chunk, if it was chosen here.
+    """
 
     name: str
     layers: int
     ranks: int
-    memory: Memory
-    work: tuple[float, ...]
-    passes: tuple[Both, ...]
-    after: Load
-    recomputed: int = 0
+    memory: MemoryEstimate
+    flops: tuple[float, ...]
+    passes: tuple[PassLoads, ...]
+    optimizer_load: Workload
+    recomputed_layers: int = 0
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of all stages. ``work``: the model's floating-point operations of a step, over all ranks;
-    ``eager``: the schedule is of that kind."""
+    """Load and memory of all stages.
 
-    stages: tuple[Stage, ...]
+    ``flops_per_step`` are the model's FLOP per step over all ranks. ``eager`` selects the variant
+    of the schedule.
+    """
+
+    stages: tuple[StageForecast, ...]
     micro_batches: int
-    work: float
+    flops_per_step: float
     eager: bool = False
 
-    def played(self, chips: Sequence[Chip]) -> Played:
-        """A step on such devices, one for each stage. Communication is taken to be hidden."""
+    def simulate(self, devices: Sequence[DevicePeaks]) -> SimulatedStep:
+        """Simulate a step on the given devices, one per stage. Communication is assumed to be
+        hidden.
+        """
         passes = [
-            Passes(
-                tuple(both.forward.seconds(chip) for both in stage.passes),
-                tuple(both.backward.seconds(chip) for both in stage.passes),
+            StagePassTimes(
+                tuple(loads.forward.duration(device) for loads in stage.passes),
+                tuple(loads.backward.duration(device) for loads in stage.passes),
             )
-            for stage, chip in zip(self.stages, chips, strict=True)
+            for stage, device in zip(self.stages, devices, strict=True)
         ]
-        found = play(passes, self.micro_batches, eager=self.eager)
-        ends = [stage.after.seconds(chip) for stage, chip in zip(self.stages, chips, strict=True)]
-        busy = tuple(own + end for own, end in zip(found.busy, ends, strict=True))
-        return Played(found.seconds + max(ends), busy)
+        simulated = simulate_step(passes, self.micro_batches, eager=self.eager)
+        optimizer_seconds = [
+            stage.optimizer_load.duration(device)
+            for stage, device in zip(self.stages, devices, strict=True)
+        ]
+        busy = tuple(a + b for a, b in zip(simulated.busy, optimizer_seconds, strict=True))
+        return SimulatedStep(simulated.seconds + max(optimizer_seconds), busy)
 
     @property
-    def shares(self) -> tuple[float, ...]:
-        """Of each stage the share of the arithmetic that one of its ranks has, of the rank's that
-        has most."""
-        most = max(sum(stage.work) for stage in self.stages)
-        return tuple(sum(stage.work) / most for stage in self.stages)
+    def relative_flops(self) -> tuple[float, ...]:
+        """FLOP of one rank of each stage, relative to a rank of the stage that has the most."""
+        max_flops = max(sum(stage.flops) for stage in self.stages)
+        return tuple(sum(stage.flops) / max_flops for stage in self.stages)
 
 
-def forecast(args: Namespace, vocabulary: int, room: Sequence[float] | None = None) -> Forecast:
-    """What resolved arguments of a whole job come to.
+def forecast_step(
+    args: Namespace, vocabulary: int, memory_limits: Sequence[float] | None = None
+) -> Forecast:
+    """Calculate load and memory for the resolved arguments of a whole job.
 
     Args:
-        args: as :func:`flagscale.config.arguments.resolve.resolve` makes them.
-        vocabulary: the padded vocabulary.
-        room: bytes that a rank of each stage may take, by which ``recompute_granularity: auto``
-            recomputes as few layers as fit; where none do, what takes least. Without it there is
-            room for everything.
+        args: result of :func:`flagscale.config.arguments.derive.derive_arguments`.
+        vocabulary: the padded vocabulary size.
+        memory_limits: bytes that a rank of each stage may use. With ``recompute_granularity: auto``
+            as few
+            layers are recomputed as fit into them; if nothing fits, the choice with the least
+            memory is used. None means unlimited.
     """
-    rooms = repeat(math.inf) if room is None else iter(room)
+    limits = repeat(math.inf) if memory_limits is None else iter(memory_limits)
     meshes: Meshes | None = args.meshes
-    kinds = arithmetic.layers(args)
+    layer_kinds = arithmetic.list_layer_kinds(args)
     tokens = float(args.global_batch_size * args.seq_length)
     flops = tokens * arithmetic.flops_per_token(args, vocabulary)
     if meshes is None:
         counts = layers_of_stages(vars(args))
-        own = of_rank(args, 0)
-        if args.shares is not None:  # of unlike replicas the one with the largest micro-batches
-            own.micro_batch_size = max(share.size for share in args.shares)
-        dp = own.data_parallel_size
-        made = [
-            _fitted(
-                _Place(vocabulary, kinds, counts, index, f"stage {index}", dp), own, next(rooms)
+        rank_args = rank_arguments(args, 0)
+        if args.shares is not None:  # the replica with the largest micro-batches
+            rank_args.micro_batch_size = max(share.size for share in args.shares)
+        dp = rank_args.data_parallel_size
+        stages = [
+            _forecast_fitting_stage(
+                _StagePosition(vocabulary, layer_kinds, counts, index, f"stage {index}", dp),
+                rank_args,
+                next(limits),
             )
             for index in range(len(counts))
         ]
-        return Forecast(tuple(made), own.num_microbatches, flops)
+        return Forecast(tuple(stages), rank_args.num_microbatches, flops)
     chunks = meshes.chunks
     counts = [(stage.layers // chunks,) * chunks for stage in meshes.stages]
-    found = []
+    mesh_stages = []
     for stage in meshes.stages:
-        own, mesh = of_rank(args, stage.first_rank), stage.mesh
+        rank_args, mesh = rank_arguments(args, stage.first_rank), stage.mesh
         name = f"stage {stage.index}, mesh {stage.mesh_index} ({mesh.named()})"
-        place = _Place(vocabulary, kinds, counts, stage.index, name, mesh.dp, meshes.eager)
-        found.append(_fitted(place, own, next(rooms)))
-    return Forecast(tuple(found), args.num_microbatches, flops, meshes.eager)
+        position = _StagePosition(
+            vocabulary, layer_kinds, counts, stage.index, name, mesh.dp, meshes.eager
+        )
+        mesh_stages.append(_forecast_fitting_stage(position, rank_args, next(limits)))
+    return Forecast(tuple(mesh_stages), args.num_microbatches, flops, meshes.eager)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A stage among all. ``kinds``: the model's layers; ``counts``: how many each stage's chunks
-    have."""
+class _StagePosition:
+    """Position of a stage in the pipeline.
+
+    ``kinds`` are the model's layers; ``counts`` is the number of layers of each stage by chunk.
+    """
 
     vocabulary: int
-    kinds: Sequence[Layer]
+    kinds: Sequence[LayerKind]
     counts: Sequence[tuple[int, ...]]
     index: int
     name: str
@@ -124,61 +148,77 @@ class _Place:
     eager: bool = False
 
 
-def _fitted(place: _Place, own: Namespace, room: float) -> Stage:
-    """A stage whose ranks have the arguments ``own`` and ``room`` bytes."""
-    own = _as_recomputed(own, place.index, len(place.counts))
-    if own.recompute_granularity != AUTO:
-        return _stage(place, own)
-    ways = [
-        replace(_stage(place, recomputing(own, layers)), recomputed=layers)
-        for layers in range(max(place.counts[place.index]) + 1)
+def _forecast_fitting_stage(
+    position: _StagePosition, rank_args: Namespace, limit: float
+) -> StageForecast:
+    """Return a stage whose ranks have ``rank_args`` and may use ``limit`` bytes each."""
+    rank_args = _unify_recomputation(rank_args, position.index, len(position.counts))
+    if rank_args.recompute_granularity != RECOMPUTE_AUTO:
+        return _forecast_stage(position, rank_args)
+    candidates = [
+        replace(
+            _forecast_stage(position, with_recomputed_layers(rank_args, layers)),
+            recomputed_layers=layers,
+        )
+        for layers in range(max(position.counts[position.index]) + 1)
     ]
-    least = min(ways, key=lambda way: way.memory.all)
-    return next((way for way in ways if way.memory.all <= room), least)
+    least = min(candidates, key=lambda way: way.memory.total)
+    return next((way for way in candidates if way.memory.total <= limit), least)
 
 
-def recomputing(args: Namespace, layers: int) -> Namespace:
-    """The arguments with that many layers of each model chunk recomputed, the first ones."""
-    made = copy(args)
-    made.recompute_granularity = "full" if layers else None
-    made.recompute_method = "block" if layers else None
-    made.recompute_num_layers = layers or None
-    return made
+def with_recomputed_layers(args: Namespace, layers: int) -> Namespace:
+    """Return arguments that recompute the first ``layers`` layers of each model chunk."""
+    changed = copy(args)
+    changed.recompute_granularity = "full" if layers else None
+    changed.recompute_method = "block" if layers else None
+    changed.recompute_num_layers = layers or None
+    return changed
 
 
-def _stage(place: _Place, own: Namespace) -> Stage:
-    kinds, counts, index = place.kinds, place.counts, place.index
-    chunks = [_own_kinds(kinds, counts, index, chunk) for chunk in range(len(counts[index]))]
+def _forecast_stage(position: _StagePosition, rank_args: Namespace) -> StageForecast:
+    kinds, counts, index = position.kinds, position.counts, position.index
+    chunks = [
+        _chunk_layer_kinds(kinds, counts, index, chunk) for chunk in range(len(counts[index]))
+    ]
     first, last = index == 0, index == len(counts) - 1
-    most = warm_up(len(counts), index, len(chunks), eager=place.eager) + 1
-    under_way = min(most, own.num_microbatches * len(chunks))
-    held = Held(
-        tuple(kind for chunk in chunks for kind in chunk), first, last, under_way / len(chunks)
+    max_in_flight = count_warmup_passes(len(counts), index, len(chunks), eager=position.eager) + 1
+    in_flight = min(max_in_flight, rank_args.num_microbatches * len(chunks))
+    part = ModelPart(
+        tuple(kind for chunk in chunks for kind in chunk), first, last, in_flight / len(chunks)
     )
-    tp = own.tensor_model_parallel_size
-    each = training(own) * memory.tokens_of(own) / tp
-    done = [each * sum(arithmetic.layer_flops(own, one) for one in chunk) for chunk in chunks]
-    passes = [_passes(own, chunk) for chunk in chunks]
+    tp = rank_args.tensor_model_parallel_size
+    flops_factor = training_factor(rank_args) * memory.count_microbatch_tokens(rank_args) / tp
+    flops = [
+        flops_factor * sum(arithmetic.layer_flops(rank_args, kind) for kind in chunk)
+        for chunk in chunks
+    ]
+    passes = [_chunk_load(rank_args, chunk) for chunk in chunks]
     if last:
-        done[-1] += each * arithmetic.head_flops(own, place.vocabulary)
-        done[-1] += each * arithmetic.further_flops(own, place.vocabulary)
-        passes[-1] += op_times.head(own, place.vocabulary) + op_times.further(own, place.vocabulary)
-    ranks = tp * own.context_parallel_size * place.replicas
-    taken = memory.of_rank(own, place.vocabulary, held)
-    after = op_times.after(own, place.vocabulary, held)
-    layers = len(held.layers)
-    return Stage(place.name, layers, ranks, taken, tuple(done), tuple(passes), after)
+        flops[-1] += flops_factor * arithmetic.head_flops(rank_args, position.vocabulary)
+        flops[-1] += flops_factor * arithmetic.mtp_flops(rank_args, position.vocabulary)
+        passes[-1] += op_times.head_load(rank_args, position.vocabulary) + op_times.mtp_load(
+            rank_args, position.vocabulary
+        )
+    ranks = tp * rank_args.context_parallel_size * position.replicas
+    memory_estimate = memory.estimate_rank_memory(rank_args, position.vocabulary, part)
+    optimizer_load = op_times.optimizer_load(rank_args, position.vocabulary, part)
+    layers = len(part.layers)
+    return StageForecast(
+        position.name, layers, ranks, memory_estimate, tuple(flops), tuple(passes), optimizer_load
+    )
 
 
-def _passes(own: Namespace, chunk: Sequence[Layer]) -> Both:
-    """Of a chunk's layers."""
-    each = [op_times.layer(own, one) for one in chunk]
-    again = [one.forward for one in each[: _recomputed(own, len(chunk))]]
-    return sum(each, Both()) + Both(backward=sum(again, Load()))
+def _chunk_load(rank_args: Namespace, chunk: Sequence[LayerKind]) -> PassLoads:
+    """Return the load of a chunk's layers."""
+    layer_loads = [op_times.layer_load(rank_args, kind) for kind in chunk]
+    recomputed = [
+        loads.forward for loads in layer_loads[: _count_recomputed(rank_args, len(chunk))]
+    ]
+    return sum(layer_loads, PassLoads()) + PassLoads(backward=sum(recomputed, Workload()))
 
 
-def _recomputed(args: Any, layers: int) -> int:
-    """How many of a chunk's layers are computed again for the backward pass."""
+def _count_recomputed(args: Any, layers: int) -> int:
+    """Return the number of a chunk's layers that are recomputed in the backward pass."""
     if args.recompute_granularity != "full":
         return 0
     return (
@@ -186,27 +226,31 @@ def _recomputed(args: Any, layers: int) -> int:
     )
 
 
-def _as_recomputed(own: Namespace, index: int, stages: int) -> Namespace:
-    """The arguments with one choice of recomputation for all of a stage's micro-batches: where they
-    differ, the one that keeps most."""
-    chosen = recompute.plan(vars(own), own.num_microbatches)
-    if chosen is None:
-        return own
-    choices = [choice for chunk in chosen[index::stages] for choice in chunk]
-    recomputing = [choice for choice in choices if choice is not None]
-    made = copy(own)
-    if len(recomputing) < len(choices):
-        made.recompute_granularity = None
+def _unify_recomputation(rank_args: Namespace, index: int, stages: int) -> Namespace:
+    """Return arguments with one choice of recomputation for all micro-batches of a stage.
+
+    If the choices differ, the one that keeps the most activations is used.
+    """
+    schedule = recompute_plan(vars(rank_args), rank_args.num_microbatches)
+    if schedule is None:
+        return rank_args
+    choices = [choice for chunk in schedule[index::stages] for choice in chunk]
+    recomputed = [choice for choice in choices if choice is not None]
+    changed = copy(rank_args)
+    if len(recomputed) < len(choices):
+        changed.recompute_granularity = None
     else:
-        least = min(recomputing, key=lambda choice: choice.layers)
-        made.recompute_method, made.recompute_num_layers = least.method, least.layers
-    return made
+        least = min(recomputed, key=lambda choice: choice.layers)
+        changed.recompute_method, changed.recompute_num_layers = least.method, least.layers
+    return changed
 
 
-def _own_kinds(
-    kinds: Sequence[Layer], counts: Sequence[tuple[int, ...]], index: int, chunk: int
-) -> Sequence[Layer]:
-    """The layers of one chunk of a stage: chunks lie one after another over all stages."""
-    before = sum(sum(stage[:chunk]) for stage in counts)
-    before += sum(stage[chunk] for stage in counts[:index])
-    return kinds[before : before + counts[index][chunk]]
+def _chunk_layer_kinds(
+    kinds: Sequence[LayerKind], counts: Sequence[tuple[int, ...]], index: int, chunk: int
+) -> Sequence[LayerKind]:
+    """Return the layers of one chunk of a stage. A chunk of all stages precedes the next chunk of
+    any.
+    """
+    offset = sum(sum(stage[:chunk]) for stage in counts)
+    offset += sum(stage[chunk] for stage in counts[:index])
+    return kinds[offset : offset + counts[index][chunk]]

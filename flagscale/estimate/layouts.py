@@ -1,8 +1,9 @@
-"""Which parallel sizes each mesh should have, of as many ranks as it has devices.
+"""Search for the parallel sizes of each mesh, given the number of its devices.
 
-What is chosen: of each mesh the tensor, data and pipeline parallel sizes, how many sequences a
-micro-batch has, and how many layers each stage. Every choice is judged by playing a step of its
-best split of layers, with what a layer takes for each tensor parallel size and number of sequences.
+The search selects the tensor, data and pipeline parallel size of each mesh, the number of
+sequences per micro-batch, and the number of layers per stage. Each candidate is evaluated by
+simulating a step of its best split of layers, with measured costs of a layer for each tensor
+parallel size and number of sequences.
 """
 
 from __future__ import annotations
@@ -11,167 +12,192 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flagscale.config.arguments import layout
-from flagscale.config.arguments.meshes import Mesh, Meshes, with_layers
-from flagscale.config.arguments.precision import Values
+from flagscale.config.arguments.hetero.meshes import Mesh, Meshes, with_layers
+from flagscale.config.arguments.rules.parallel_layout import can_split_tensors
+from flagscale.config.arguments.spec.argument import Values
 from flagscale.estimate import split
-from flagscale.estimate.costs import Cost, Costs
-from flagscale.estimate.split import Problem, Step
+from flagscale.estimate.costs import PartCost, RankCosts
+from flagscale.estimate.split import SplitProblem, SplitStep
 
-_MOST_STAGES = 8
-"""Pipeline stages inside a mesh: more of them seldom win, and are many to judge."""
+_MAX_STAGES = 8
+"""Maximum number of pipeline stages within a mesh: more are rarely faster, and expensive to
+evaluate.
+"""
 
 
 @dataclass(frozen=True, order=True)
-class Trial:
-    """What is measured of a mesh: a layer with this tensor parallel size, of so many sequences."""
+class LayerTrial:
+    """Measurement of a mesh: a layer with a tensor parallel size and a number of sequences."""
 
     tp: int
     sequences: int
 
 
-Measured = Mapping[tuple[int, Trial], Costs]
-"""Costs of a rank by the number of its mesh and what was tried."""
+MeasuredCosts = Mapping[tuple[int, LayerTrial], RankCosts]
+"""Costs of a rank by the index of its mesh and the measurement."""
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """Meshes with sizes and layers, and what a step of theirs takes."""
+class LayoutCandidate:
+    """Meshes with parallel sizes and layers, and the simulated step."""
 
     meshes: Meshes
-    problem: Problem
-    step: Step
+    problem: SplitProblem
+    step: SplitStep
 
     @property
-    def layers(self) -> split.Layers:
+    def layers(self) -> split.LayerCounts:
         return tuple(stage.layers for stage in self.meshes.stages)
 
 
-def trials(values: Values, mesh: Mesh, on_a_host: int) -> list[Trial]:
-    """What is to be measured of a mesh whose hosts have ``on_a_host`` ranks each: tensor
-    parallelism stays inside a host, and a rank takes at most ``micro_batch_size`` sequences."""
+def list_trials(values: Values, mesh: Mesh, ranks_per_host: int) -> list[LayerTrial]:
+    """Return the measurements of a mesh whose hosts have ``ranks_per_host`` ranks each.
+
+    Tensor parallelism stays within a host, and a rank has at most ``micro_batch_size``
+    sequences.
+    """
     sizes = [
         tp
-        for tp in range(1, min(mesh.ranks, on_a_host) + 1)
-        if mesh.ranks % tp == 0 and on_a_host % tp == 0 and layout.divides(values, tp)
+        for tp in range(1, min(mesh.ranks, ranks_per_host) + 1)
+        if mesh.ranks % tp == 0 and ranks_per_host % tp == 0 and can_split_tensors(values, tp)
     ]
-    sequences = list(_doubled(values["micro_batch_size"]))
-    return [Trial(tp, count) for tp in sizes for count in sequences]
+    sequences = list(_powers_of_two(values["micro_batch_size"]))
+    return [LayerTrial(tp, count) for tp in sizes for count in sequences]
 
 
-def _doubled(most: int) -> Iterator[int]:
-    """1, 2, 4 … below ``most``, and that."""
-    yield from itertools.takewhile(lambda count: count < most, (2**n for n in range(64)))
-    yield most
+def _powers_of_two(maximum: int) -> Iterator[int]:
+    """Yield the powers of two below ``maximum``, then ``maximum``."""
+    yield from itertools.takewhile(lambda count: count < maximum, (2**n for n in range(64)))
+    yield maximum
 
 
-def every(values: Values, meshes: Meshes, tried: Sequence[Sequence[Trial]]) -> Iterator[Meshes]:
-    """All sizes that the meshes may have, with layers shared out evenly.
+def enumerate_layouts(
+    values: Values, meshes: Meshes, trials: Sequence[Sequence[LayerTrial]]
+) -> Iterator[Meshes]:
+    """Yield all layouts of the meshes, with layers distributed evenly.
 
     Args:
-        values: arguments; ``global_batch_size`` is known.
-        meshes: open ones.
-        tried: what can be measured of each.
+        values: arguments, with ``global_batch_size`` set.
+        meshes: meshes without sizes.
+        trials: possible measurements of each mesh.
     """
-    shapes = [list(_shapes(mesh, own)) for mesh, own in zip(meshes.meshes, tried, strict=True)]
-    for several in itertools.product(*shapes):
-        stages = sum(mesh.pp for mesh in several)
+    shapes = [
+        list(_enumerate_shapes(mesh, mesh_trials))
+        for mesh, mesh_trials in zip(meshes.meshes, trials, strict=True)
+    ]
+    for sized_meshes in itertools.product(*shapes):
+        stages = sum(mesh.pp for mesh in sized_meshes)
         if stages < 2 or stages * meshes.chunks > values["num_layers"]:
             continue
-        for sequences in _sequences(values, meshes.chunks, several, tried):
-            yield replace(meshes, meshes=several, sequences=sequences)
+        for sequences in _microbatch_sizes(values, meshes.chunks, sized_meshes, trials):
+            yield replace(meshes, meshes=sized_meshes, sequences=sequences)
 
 
-def _shapes(mesh: Mesh, tried: Sequence[Trial]) -> Iterator[Mesh]:
-    for tp in sorted({trial.tp for trial in tried}):
-        left = mesh.ranks // tp
-        for pp in range(1, min(left, _MOST_STAGES) + 1):
-            if left % pp == 0:
-                yield Mesh(tp=tp, dp=left // pp, pp=pp, device_type=mesh.device_type)
+def _enumerate_shapes(mesh: Mesh, trials: Sequence[LayerTrial]) -> Iterator[Mesh]:
+    for tp in sorted({trial.tp for trial in trials}):
+        ranks_per_tp = mesh.ranks // tp
+        for pp in range(1, min(ranks_per_tp, _MAX_STAGES) + 1):
+            if ranks_per_tp % pp == 0:
+                yield Mesh(tp=tp, dp=ranks_per_tp // pp, pp=pp, device_type=mesh.device_type)
 
 
-def _sequences(
-    values: Values, chunks: int, meshes: Sequence[Mesh], tried: Sequence[Sequence[Trial]]
+def _microbatch_sizes(
+    values: Values, chunks: int, meshes: Sequence[Mesh], trials: Sequence[Sequence[LayerTrial]]
 ) -> Iterator[int]:
-    """How many sequences a micro-batch may have: the first mesh's replicas have all as many, the
-    last one's too unless the loss is per token, and each mesh's a number that was tried."""
+    """Yield the possible numbers of sequences per micro-batch.
+
+    All replicas of the first mesh have the same number, and those of the last mesh unless the
+    loss is per token. Each mesh's number must have been measured.
+    """
     batch, stages = values["global_batch_size"], sum(mesh.pp for mesh in meshes)
-    for each in sorted({trial.sequences for trial in tried[0]}):
-        count = each * meshes[0].dp
+    for per_replica in sorted({trial.sequences for trial in trials[0]}):
+        count = per_replica * meshes[0].dp
         if batch % count or (chunks > 1 and batch // count % stages):
             continue
         if count % meshes[-1].dp and not values["calculate_per_token_loss"]:
             continue
         if all(
-            count >= mesh.dp and trial_of(mesh, count) in own
-            for mesh, own in zip(meshes, tried, strict=True)
+            count >= mesh.dp and trial_for(mesh, count) in mesh_trials
+            for mesh, mesh_trials in zip(meshes, trials, strict=True)
         ):
             yield count
 
 
-def trial_of(mesh: Mesh, sequences: int) -> Trial:
-    """What was to be measured of a mesh in a layout with so many sequences a micro-batch."""
-    return Trial(mesh.tp, -(-sequences // mesh.dp))
+def trial_for(mesh: Mesh, sequences: int) -> LayerTrial:
+    """Return the measurement of a mesh for a layout with that many sequences per micro-batch."""
+    return LayerTrial(mesh.tp, -(-sequences // mesh.dp))
 
 
-def choose(
+def rank_layouts(
     values: Values,
     layouts: Sequence[Meshes],
-    measured: Measured,
+    measured: MeasuredCosts,
     kinds: tuple[str, ...],
-) -> list[Chosen]:
-    """All layouts with their best split of layers, the best first; what does not fit, last."""
-    found = [_judged(values, meshes, measured, kinds) for meshes in layouts]
-    return sorted(found, key=lambda chosen: (*chosen.step.rank, chosen.meshes.describe()))
+) -> list[LayoutCandidate]:
+    """Return all layouts with their best split of layers, best first; layouts that do not fit are
+    last.
+    """
+    candidates = [_evaluate_layout(values, meshes, measured, kinds) for meshes in layouts]
+    return sorted(candidates, key=lambda chosen: (*chosen.step.sort_key, chosen.meshes.describe()))
 
 
-def _judged(values: Values, meshes: Meshes, measured: Measured, kinds: tuple[str, ...]) -> Chosen:
+def _evaluate_layout(
+    values: Values, meshes: Meshes, measured: MeasuredCosts, kinds: tuple[str, ...]
+) -> LayoutCandidate:
     costs = tuple(
-        _with_replicas(values, mesh, measured[index, trial_of(mesh, meshes.sequences)])
+        _adjust_replicas(values, mesh, measured[index, trial_for(mesh, meshes.sequences)])
         for index, mesh in enumerate(meshes.meshes)
     )
-    problem = Problem(meshes, costs, kinds, values["global_batch_size"] // meshes.sequences)
-    layers = split.best(problem)
-    chosen = replace(meshes, meshes=with_layers(meshes.meshes, layers))
-    return Chosen(chosen, problem, problem.step(layers))
+    problem = SplitProblem(meshes, costs, kinds, values["global_batch_size"] // meshes.sequences)
+    layers = split.find_best_split(problem)
+    split_meshes = replace(meshes, meshes=with_layers(meshes.meshes, layers))
+    return LayoutCandidate(split_meshes, problem, problem.simulate_step(layers))
 
 
-def _with_replicas(values: Values, mesh: Mesh, costs: Costs) -> Costs:
-    """Costs that were measured with all ranks of the mesh in one stage, of the fewer replicas that
-    stages leave: each has more of the optimizer's state, and of its work."""
+def _adjust_replicas(values: Values, mesh: Mesh, costs: RankCosts) -> RankCosts:
+    """Adjust costs that were measured with all ranks of the mesh in a single stage.
+
+    Several stages leave fewer replicas per stage, so each has a larger shard of the optimizer's
+    state and more of its work.
+    """
     if mesh.pp == 1 or not values["use_distributed_optimizer"]:
         return costs
-    short = bool(values["bf16"] or values["fp16"])
-    model, state = (6.0, 12.0) if short else (8.0, 8.0)
-    more = (model + state / mesh.dp) / (model + state / (mesh.dp * mesh.pp))
+    is_16bit = bool(values["bf16"] or values["fp16"])
+    model, state = (6.0, 12.0) if is_16bit else (8.0, 8.0)
+    static_factor = (model + state / mesh.dp) / (model + state / (mesh.dp * mesh.pp))
 
-    def grown(cost: Cost) -> Cost:
-        return replace(cost, held=cost.held * more, after=cost.after * mesh.pp)
+    def adjust(cost: PartCost) -> PartCost:
+        return replace(
+            cost,
+            static_bytes=cost.static_bytes * static_factor,
+            step_seconds=cost.step_seconds * mesh.pp,
+        )
 
-    return Costs(
-        {kind: grown(cost) for kind, cost in costs.layers.items()},
-        grown(costs.embedding),
-        grown(costs.head),
+    return RankCosts(
+        {kind: adjust(cost) for kind, cost in costs.layers.items()},
+        adjust(costs.embedding),
+        adjust(costs.head),
         costs.memory,
     )
 
 
-SHOWN = 3
-"""Of all layouts so many are told of."""
+MAX_REPORTED = 3
+"""Number of layouts that are described."""
 
 
-def reasons(found: Sequence[Chosen], count: int) -> Iterator[str]:
-    """What was chosen of ``count`` layouts, the best of which are ``found``, and what is next."""
-    best = found[0]
+def explain_layout(candidates: Sequence[LayoutCandidate], count: int) -> Iterator[str]:
+    """Describe the best of ``count`` layouts, and the next ones. ``candidates`` is sorted, best
+    first."""
+    best = candidates[0]
     yield (
         f"of {count} layouts: {best.meshes.describe()}, micro-batches of "
         f"{best.meshes.sequences} sequences"
     )
-    for other in found[1:SHOWN]:
-        more = other.step.seconds / best.step.seconds - 1
-        fits = ", more memory than there is" if other.step.over else ""
+    for candidate in candidates[1:MAX_REPORTED]:
+        relative_excess = candidate.step.seconds / best.step.seconds - 1
+        fits = ", more memory than there is" if candidate.step.excess_bytes else ""
         yield (
-            f"next: {other.meshes.describe()}, of {other.meshes.sequences} sequences: {more:+.0%}"
-            f"{fits}"
+            f"next: {candidate.meshes.describe()}, of {candidate.meshes.sequences} sequences: "
+            f"{relative_excess:+.0%}{fits}"
         )
-    yield from split.reasons(best.problem, best.layers)
+    yield from split.explain_split(best.problem, best.layers)

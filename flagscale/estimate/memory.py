@@ -1,13 +1,13 @@
-"""Bytes that a rank's tensors take in training, by part.
+"""Memory of a rank in training, in bytes by purpose.
 
-Weights, gradients and optimizer state follow from the arguments. Activations are what layers keep
-for their backward pass with fused attention, norms and gated units (Korthikanti et al., "Reducing
-Activation Recomputation in Large Transformer Models", 2022, counts them for GPT, without fusion).
-What communication libraries, CUDA's context and fragments take is not counted. What the compiler
-keeps of a layer, and what exists at the moment that takes most, follow peaks of runs
-(``tests/unit/estimate/test_measured.py``).
+Weights, gradients and optimizer state follow from the arguments. Activations are the tensors
+that layers keep for their backward pass with fused attention, norms and gated units (Korthikanti
+et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, counts them for
+GPT without fusion). Communication libraries, CUDA's context and fragmentation are not included.
+The compiler's share of a layer's activations, and the transient peak, were fitted to peaks of
+real runs (``tests/unit/estimate/test_measured.py``).
 
-``args`` are a rank's resolved arguments, with its own parallel sizes, throughout.
+``args`` are a rank's resolved arguments with its own parallel sizes throughout.
 """
 
 from __future__ import annotations
@@ -16,218 +16,274 @@ import math
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from flagscale.config.arguments.adapters import targets_of
+from flagscale.config.arguments.rules.adapters import adapter_targets
 from flagscale.estimate import attention, weights
-from flagscale.estimate.arithmetic import Layer, further, layers
-from flagscale.estimate.weights import Weights
+from flagscale.estimate.arithmetic import LayerKind, list_layer_kinds, mtp_depth
+from flagscale.estimate.weights import WeightCount
 
 FP32 = 4
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a rank holds of the model. ``layers``: its layers, chunk by chunk; ``first``, ``last``:
-    it has the embedding, the head; ``under_way``: micro-batches whose backward passes are to come
-    when the most are."""
+class ModelPart:
+    """Part of the model that a rank holds.
 
-    layers: tuple[Layer, ...]
-    first: bool
-    last: bool
-    under_way: float = 1.0
+    ``layers`` are its layers, chunk by chunk. ``has_embedding`` and ``has_head`` are True if it has
+    the embedding and the head. ``microbatches_in_flight`` is the maximum number of micro-batches
+    between their forward and backward pass.
+    """
+
+    layers: tuple[LayerKind, ...]
+    has_embedding: bool
+    has_head: bool
+    microbatches_in_flight: float = 1.0
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes, by what they are for. ``weights``: their copies in 8 bits too; ``moment``: what exists
-    within one pass alone, the logits among it."""
+class MemoryEstimate:
+    """Memory of a rank in bytes by purpose.
+
+    ``weights`` includes their 8-bit copies. ``transient`` is memory that exists
+    only within one forward or backward pass, including the logits.
+    """
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
-    moment: float
+    transient: float
 
     @property
-    def all(self) -> float:
+    def total(self) -> float:
         return float(sum(astuple(self)))
 
 
-def of_rank(args: Any, vocabulary: int, held: Held) -> Memory:
-    """What a rank takes at most.
+def estimate_rank_memory(args: Any, vocabulary: int, part: ModelPart) -> MemoryEstimate:
+    """Return the peak memory of a rank.
 
     Args:
-        args: see above.
-        vocabulary: the padded vocabulary.
-        held: what the rank holds.
+        args: see the module.
+        vocabulary: the padded vocabulary size.
+        part: the part of the model that the rank holds.
     """
-    counted = weights_of(args, vocabulary, held)
-    trained = trained_of(args, vocabulary, held)
+    held_weights = count_weights(args, vocabulary, part)
+    trainable = count_trainable_weights(args, vocabulary, part)
     if args.peft_type:
-        counted += trained
-    each = width_of(args)
-    return Memory(
-        counted.all * each + _copies(args, held),
-        # Added up in fp32 wherever weights are of 16 bits.
-        trained.all * FP32,
-        _optimizer(args, trained),
-        _activations(args, held),
-        _moment(args, vocabulary, held),
+        held_weights += trainable
+    return MemoryEstimate(
+        held_weights.all * element_bytes(args) + _fp8_copy_bytes(args, part),
+        # Gradients are accumulated in fp32 even if weights have 16 bits.
+        trainable.all * FP32,
+        _optimizer_bytes(args, trainable),
+        _activation_bytes(args, part),
+        _transient_bytes(args, vocabulary, part),
     )
 
 
-def trained_of(args: Any, vocabulary: int, held: Held) -> Weights:
-    """The weights that a rank trains: adapters where there are some."""
-    if targets := targets_of(vars(args)):
-        return weights.adapters(args, targets) * len(held.layers)
-    return weights_of(args, vocabulary, held)
+def count_trainable_weights(args: Any, vocabulary: int, part: ModelPart) -> WeightCount:
+    """Return the weights that a rank trains: adapters if there are any, otherwise all."""
+    if targets := adapter_targets(vars(args)):
+        return weights.adapter_weights(args, targets) * len(part.layers)
+    return count_weights(args, vocabulary, part)
 
 
-def width_of(args: Any) -> int:
-    """Bytes of a weight, and of an activation."""
+def element_bytes(args: Any) -> int:
+    """Return the bytes per weight or activation element."""
     return 2 if args.bf16 or args.fp16 else FP32
 
 
-def weights_of(args: Any, vocabulary: int, held: Held) -> Weights:
-    """The weights that a rank holds."""
-    counted = Weights()
-    for layer in held.layers:
-        counted += weights.layer(args, mixture=layer.mixture)
-    if held.first:
-        counted += weights.vocabulary_matrix(args, vocabulary) + weights.positions(args)
-    if held.last:
-        counted += Weights(weights.norm(args)) + weights.head(args, vocabulary)
+def count_weights(args: Any, vocabulary: int, part: ModelPart) -> WeightCount:
+    """Return the weights that a rank holds."""
+    total = WeightCount()
+    for layer in part.layers:
+        total += weights.layer_weights(args, is_moe=layer.is_moe)
+    if part.has_embedding:
+        total += weights.embedding_weights(args, vocabulary) + weights.position_weights(args)
+    if part.has_head:
+        total += WeightCount(weights.norm_weights(args)) + weights.head_weights(args, vocabulary)
         untied = bool(args.untie_embeddings_and_output_weights)
-        if untied or not held.first:
-            counted += weights.vocabulary_matrix(args, vocabulary)
-        counted += weights.further(args)
-        if further(args) and untied and not held.first:
-            counted += weights.vocabulary_matrix(args, vocabulary)  # the embedding once more
-    return counted
+        if untied or not part.has_embedding:
+            total += weights.embedding_weights(args, vocabulary)
+        total += weights.mtp_weights(args)
+        if mtp_depth(args) and untied and not part.has_embedding:
+            total += weights.embedding_weights(args, vocabulary)  # a second copy of the embedding
+    return total
 
 
-def _copies(args: Any, held: Held) -> float:
-    """Bytes of weights in 8 bits, which lie in both orders that products want."""
-    return 2.0 * sum(weights.linear(args, mixture=one.mixture) for one in held.layers if one.eight)
+def _fp8_copy_bytes(args: Any, part: ModelPart) -> float:
+    """Return the bytes of 8-bit copies of weights.
+
+    They exist row-wise and column-wise, because FP8 matrix multiplications require both.
+    """
+    return 2.0 * sum(
+        weights.linear_weights(args, is_moe=layer.is_moe) for layer in part.layers if layer.is_fp8
+    )
 
 
-def _optimizer(args: Any, counted: Weights) -> float:
-    """Moments, and fp32 weights where the model's are of 16 bits."""
+def _optimizer_bytes(args: Any, trainable: WeightCount) -> float:
+    """Return the bytes of the moments, and of fp32 weights if the model has 16-bit weights."""
     moments = 2 if args.optimizer == "adam" else int(bool(args.sgd_momentum))
-    return float(FP32 * (moments + (width_of(args) < FP32)) * stepped(args, counted))
+    return float(
+        FP32 * (moments + (element_bytes(args) < FP32)) * count_optimizer_weights(args, trainable)
+    )
 
 
-def stepped(args: Any, counted: Weights) -> float:
-    """How many of the weights a rank's optimizer steps: all, or its share of them."""
+def count_optimizer_weights(args: Any, trainable: WeightCount) -> float:
+    """Return the number of weights that a rank's optimizer updates: all, or its shard."""
     if not args.use_distributed_optimizer:
-        return float(counted.all)
+        return float(trainable.all)
     replicas = args.data_parallel_size * args.context_parallel_size
     ranks = replicas * args.tensor_model_parallel_size
     expert_tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    sharing = max(ranks // (expert_tp * args.expert_model_parallel_size), 1)
-    return float(counted.shared / replicas + counted.experts / sharing)
+    expert_replicas = max(ranks // (expert_tp * args.expert_model_parallel_size), 1)
+    return float(trainable.shared / replicas + trainable.experts / expert_replicas)
 
 
-def tokens_of(args: Any) -> float:
-    """Tokens that a rank has of a micro-batch."""
+def count_microbatch_tokens(args: Any) -> float:
+    """Return the number of tokens of a rank per micro-batch."""
     return float(args.micro_batch_size * args.seq_length / args.context_parallel_size)
 
 
-def _activations(args: Any, held: Held) -> float:
-    """Bytes that are kept for backward passes. Of recomputed layers it is the input of each, or of
-    each ``recompute_num_layers``."""
-    kept = [_kept(args, layer) for layer in held.layers]
-    if held.last and (more := further(args)):
-        kept += [_kept(args, layers(args)[-1]) + 4 * _input(args)] * more
+def _activation_bytes(args: Any, part: ModelPart) -> float:
+    """Return the bytes kept for backward passes.
+
+    With full recomputation these are the inputs of recomputed layers, or of each group of
+    ``recompute_num_layers`` layers.
+    """
+    layer_bytes = [_layer_activation_bytes(args, layer) for layer in part.layers]
+    if part.has_head and (mtp_layers := mtp_depth(args)):
+        layer_bytes += [
+            _layer_activation_bytes(args, list_layer_kinds(args)[-1]) + 4 * _layer_input_bytes(args)
+        ] * mtp_layers
     if args.recompute_granularity != "full":
-        return held.under_way * sum(kept)
-    several = max(args.recompute_num_layers or 1, 1)
+        return part.microbatches_in_flight * sum(layer_bytes)
+    group_size = max(args.recompute_num_layers or 1, 1)
     if args.recompute_method == "block":
-        inputs, rest = min(several, len(kept)), sum(kept[several:])
+        inputs, unrecomputed = min(group_size, len(layer_bytes)), sum(layer_bytes[group_size:])
     else:
-        inputs, rest = math.ceil(len(kept) / several), 0.0
-    return held.under_way * (rest + inputs * _input(args))
+        inputs, unrecomputed = math.ceil(len(layer_bytes) / group_size), 0.0
+    return part.microbatches_in_flight * (unrecomputed + inputs * _layer_input_bytes(args))
 
 
-def _input(args: Any) -> float:
-    """Bytes of a layer's input of a micro-batch."""
-    sharing = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    return float(tokens_of(args) * width_of(args) * args.hidden_size / sharing)
+def _layer_input_bytes(args: Any) -> float:
+    """Return the bytes of a layer's input per micro-batch."""
+    divisor = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    return float(count_microbatch_tokens(args) * element_bytes(args) * args.hidden_size / divisor)
 
 
-def _kept(args: Any, layer: Layer) -> float:
-    """Bytes of a layer's activations of a micro-batch.
+def _layer_activation_bytes(args: Any, layer: LayerKind) -> float:
+    """Return the bytes of a layer's activations per micro-batch.
 
-    Of each token the inputs of both norms and of what follows them, which sequence parallelism
-    divides; what attention keeps, the MLP's inward product and the activation's output, which
-    tensor parallelism divides; of a mixture, these last of every chosen expert, with the tokens
-    that are sent to it. What 8-bit products take is cast from numbers that the compiler has made
-    again: outputs of norms and of the activation do not stay.
+    Per token: the inputs of both norms and of the operations after them, which sequence
+    parallelism divides; attention's activations, the output of the MLP's first product and of
+    its activation function, which tensor parallelism divides. In a mixture of experts, the
+    latter for every selected expert, and the dispatched tokens. Inputs of 8-bit products are
+    recomputed and cast by the compiler, so outputs of norms and of the activation function are
+    not kept.
     """
     tp = args.tensor_model_parallel_size
+    # Tensors of hidden size that norms and residual connections keep.
     norms = 6 if args.sandwich_norm else 4
-    wide = args.ffn_hidden_size or 4 * args.hidden_size
-    mlp = (inward(args) + (not layer.eight)) * wide / tp
-    if layer.mixture:
+    ffn_size = args.ffn_hidden_size or 4 * args.hidden_size
+    mlp_elements = (fc1_width_factor(args) + (not layer.is_fp8)) * ffn_size / tp
+    if layer.is_moe:
         expert_tp = args.expert_tensor_parallel_size or tp
-        wide = args.moe_ffn_hidden_size or wide
-        beside = args.moe_shared_expert_intermediate_size or 0
-        chosen = args.hidden_size + (inward(args) + 1) * wide
-        # With expert parallelism a rank has as many tokens of others' as it sends away.
-        mlp = args.moe_router_topk * chosen / max(expert_tp, 1) + (inward(args) + 1) * beside / tp
-    if layer.eight:
-        norms -= 1 if layer.mixture else 2
-    whole = norms * args.hidden_size / (tp if args.sequence_parallel else 1)
-    masks = 0.5 * 2 * args.hidden_size * (args.hidden_dropout > 0)
-    return float(tokens_of(args) * width_of(args) * (whole + attention.kept(args) + mlp + masks))
+        ffn_size = args.moe_ffn_hidden_size or ffn_size
+        shared_expert_size = args.moe_shared_expert_intermediate_size or 0
+        elements_per_expert = args.hidden_size + (fc1_width_factor(args) + 1) * ffn_size
+        # With expert parallelism a rank receives as many tokens as it sends.
+        mlp_elements = (
+            args.moe_router_topk * elements_per_expert / max(expert_tp, 1)
+            + (fc1_width_factor(args) + 1) * shared_expert_size / tp
+        )
+    if layer.is_fp8:
+        norms -= 1 if layer.is_moe else 2
+    norm_elements = norms * args.hidden_size / (tp if args.sequence_parallel else 1)
+    # The masks of both dropouts of a layer have one byte per element, half of an activation's.
+    mask_elements = 0.5 * 2 * args.hidden_size * (args.hidden_dropout > 0)
+    return float(
+        count_microbatch_tokens(args)
+        * element_bytes(args)
+        * (norm_elements + attention.activation_elements(args) + mlp_elements + mask_elements)
+    )
 
 
-def inward(args: Any) -> int:
-    """How many times an MLP's width its inward product has."""
+def fc1_width_factor(args: Any) -> int:
+    """Return the output width of an MLP's first product as a multiple of the MLP's width."""
     return 2 if args.swiglu or args.gated_linear_unit else 1
 
 
-def compiles(args: Any) -> bool:
-    """Layers and loss are those of ``transformer_impl: compiled``, on a chip."""
+def uses_compiled_layers(args: Any) -> bool:
+    """Return True if layers and loss are compiled (``transformer_impl: compiled``) on an
+    accelerator.
+    """
     return args.transformer_impl in ("auto", "compiled") and args.device != "cpu"
 
 
-def _moment(args: Any, vocabulary: int, held: Held) -> float:
-    """What exists within one pass alone: on the last stage the head's backward pass, or that of one
-    layer, whichever takes more; with embedding's or last layer's output and its gradient."""
-    found = max([_within_layers(args, held), _at_the_head(args, vocabulary) if held.last else 0.0])
-    return found + _ENDS * _input(args)
+def _transient_bytes(args: Any, vocabulary: int, part: ModelPart) -> float:
+    """Return the bytes that exist within one pass only.
+
+    On the last stage this is the head's backward pass or that of one layer, whichever is larger,
+    in addition to :data:`_OUTER_HIDDEN_STATES`.
+    """
+    peak = max(
+        [
+            _layer_transient_bytes(args, part),
+            _head_transient_bytes(args, vocabulary) if part.has_head else 0.0,
+        ]
+    )
+    return peak + _OUTER_HIDDEN_STATES * _layer_input_bytes(args)
 
 
-_ENDS = 3
-"""Of hidden states beside layers: into and out of the last norm, and a gradient."""
+_OUTER_HIDDEN_STATES = 3
+"""Hidden states outside layers: input and output of the last norm, and a gradient."""
 
 
-def _at_the_head(args: Any, vocabulary: int) -> float:
-    """Logits with what their loss takes: their own precision where it is fused, otherwise fp32
-    beside it; and the gradient of the head's weight, which is as large as the weight even where it
-    has been added already and nobody reads it."""
-    each = width_of(args) if compiles(args) else FP32 + width_of(args)
-    trained = not args.peft_type
-    matrix = weights.vocabulary_matrix(args, vocabulary).all * width_of(args) * trained
-    logits = tokens_of(args) * vocabulary / args.tensor_model_parallel_size * (1 + further(args))
-    return float(logits * each + matrix)
+def _head_transient_bytes(args: Any, vocabulary: int) -> float:
+    """Return the transient bytes of head and loss.
+
+    The logits have the model's precision with a fused loss, otherwise fp32 in addition. The
+    gradient of the head's weight is as large as the weight, even if it has been accumulated
+    already and is no longer used.
+    """
+    bytes_per_logit = (
+        element_bytes(args) if uses_compiled_layers(args) else FP32 + element_bytes(args)
+    )
+    is_trained = not args.peft_type
+    matrix = weights.embedding_weights(args, vocabulary).all * element_bytes(args) * is_trained
+    logits = (
+        count_microbatch_tokens(args)
+        * vocabulary
+        / args.tensor_model_parallel_size
+        * (1 + mtp_depth(args))
+    )
+    return float(logits * bytes_per_logit + matrix)
 
 
-def _within_layers(args: Any, held: Held) -> float:
-    """Of one layer's backward pass the gradients of its inward product and of that product's
-    weights, of all experts twice: as made, and as autograd gets it; the whole sequence's keys and
-    values; and what is recomputed before it."""
-    if not held.layers:
+def _layer_transient_bytes(args: Any, part: ModelPart) -> float:
+    """Return the transient bytes of one layer's backward pass.
+
+    These are the gradients of the first MLP product and of its weights (for all experts twice:
+    as computed, and as passed to autograd), the whole sequence's keys and values, and the
+    recomputed activations.
+    """
+    if not part.layers:
         return 0.0
-    tokens, tp = tokens_of(args), args.tensor_model_parallel_size
-    wide = inward(args) * (args.ffn_hidden_size or 4 * args.hidden_size) / tp
-    mixture = any(layer.mixture for layer in held.layers)
-    matrix = 2 * weights.experts_inward(args) if mixture else wide * args.hidden_size
-    numbers = matrix * (not args.peft_type) + (0 if mixture else tokens * wide)
+    tokens, tp = count_microbatch_tokens(args), args.tensor_model_parallel_size
+    fc1_width = fc1_width_factor(args) * (args.ffn_hidden_size or 4 * args.hidden_size) / tp
+    has_moe = any(layer.is_moe for layer in part.layers)
+    weight_elements = (
+        2 * weights.grouped_fc1_weights(args) if has_moe else fc1_width * args.hidden_size
+    )
+    elements = weight_elements * (not args.peft_type) + (0 if has_moe else tokens * fc1_width)
     if args.context_parallel_size > 1:
-        numbers += tokens * attention.gathered(args)
-    found = numbers * width_of(args)
+        elements += tokens * attention.gathered_kv_elements(args)
+    transient = elements * element_bytes(args)
     if args.recompute_granularity == "full":
-        several = 1 if args.recompute_method == "block" else args.recompute_num_layers or 1
-        found += sum(_kept(args, layer) for layer in held.layers[:several])
-    return float(found)
+        recomputed_layers = (
+            1 if args.recompute_method == "block" else args.recompute_num_layers or 1
+        )
+        transient += sum(
+            _layer_activation_bytes(args, layer) for layer in part.layers[:recomputed_layers]
+        )
+    return float(transient)

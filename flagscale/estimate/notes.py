@@ -1,49 +1,54 @@
-"""What a plan tells of an experiment's memory and time, in sentences."""
+"""Notes of a plan about an experiment's memory and step time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from flagscale.config.arguments.meshes import chosen_for_us
-from flagscale.config.placement import Placed
+from flagscale.config.arguments.hetero.meshes import is_split_automatic
+from flagscale.config.placement import PlacedHost
 from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError
-from flagscale.estimate import replicas, step_time
-from flagscale.estimate.plan import Estimate, memory_text, of_experiment, too_much
+from flagscale.estimate import plan, replicas, step_time
+from flagscale.estimate.plan import Estimate, estimate_experiment, format_memory
 
 
-def notes(experiment: Experiment, hosts: Sequence[Placed]) -> Iterator[str]:
-    """Of unlike meshes and replicas what each takes, and of all what does not fit."""
+def estimate_notes(experiment: Experiment, hosts: Sequence[PlacedHost]) -> Iterator[str]:
+    """Yield notes: the memory and load of heterogeneous meshes and replicas, and anything that does
+    not fit.
+    """
     if experiment.task.external:
         return
     try:
-        made = of_experiment(experiment, hosts, most_bytes=2**20)
+        estimate = estimate_experiment(experiment, hosts, max_tokenizer_bytes=2**20)
     except ConfigError:
-        return  # the rules say what is wrong
-    if made.args.meshes is not None:
-        yield from _of_stages(made)
-    yield from replicas.sentences(made) if made.replicas else ()
-    yield from does_not_fit(made)
+        return  # the configuration checks report the problem
+    if estimate.args.meshes is not None:
+        yield from _describe_stages(estimate)
+    yield from replicas.describe_replicas(estimate) if estimate.replicas else ()
+    yield from describe_excess(estimate)
 
 
-def does_not_fit(made: Estimate) -> Iterator[str]:
-    """What does not fit its devices, and what would."""
-    yield from replicas.too_much(made) if made.replicas else too_much(made)
+def describe_excess(estimate: Estimate) -> Iterator[str]:
+    """Describe stages or replicas that do not fit their devices, and remedies."""
+    describe = replicas.describe_excess if estimate.replicas else plan.describe_excess
+    yield from describe(estimate)
 
 
-def unknown(made: Estimate) -> str:
-    """Why nobody can tell how long a step takes."""
-    kinds = [None if device is None else device.kind for device in made.devices]
-    return step_time.unknown(kinds, made.peaks, sixteen_bit=bool(made.args.bf16))
+def explain_unknown_time(estimate: Estimate) -> str:
+    """Return the reason why the duration of a step cannot be estimated."""
+    kinds = [None if device is None else device.kind for device in estimate.devices]
+    return step_time.explain_unknown_time(
+        kinds, estimate.peaks, sixteen_bit=bool(estimate.args.bf16)
+    )
 
 
-def _of_stages(made: Estimate) -> Iterator[str]:
-    shares = made.forecast.shares
-    busiest = made.forecast.stages[shares.index(1.0)]
-    for stage, share in zip(made.forecast.stages, shares, strict=True):
+def _describe_stages(estimate: Estimate) -> Iterator[str]:
+    shares = estimate.forecast.relative_flops
+    busiest = estimate.forecast.stages[shares.index(1.0)]
+    for stage, share in zip(estimate.forecast.stages, shares, strict=True):
         work = f"{share:.2f} x the arithmetic of one of {busiest.name}"
         work = "the most arithmetic" if stage is busiest else work
-        yield f"{stage.name}: a rank takes {memory_text(stage.memory)} and does {work}"
-    yield from step_time.sentences(made.timed, unknown(made))
-    if chosen_for_us(made.args.hetero_pipeline_layer_split):
+        yield f"{stage.name}: a rank takes {format_memory(stage.memory)} and does {work}"
+    yield from step_time.describe_step_time(estimate.step_time, explain_unknown_time(estimate))
+    if is_split_automatic(estimate.args.hetero_pipeline_layer_split):
         yield "the layers shown are an even split; training measures first, and chooses"

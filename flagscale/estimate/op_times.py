@@ -1,12 +1,12 @@
-"""What passes ask of a rank's device, and how long that takes it.
+"""Load of the passes on a rank's device, and the time that the device needs for it.
 
-A device is as long at a pass as its matrix products, attention, what the compiled rest moves
-through memory, and the beginning and end of its kernels take, one after another; or as long as the
-host takes to launch them, where that is longer. What of a device's peaks is reached was measured
-with layers of Llama-3-8B, Mixtral, Qwen3 and a small model on H200s; how near the sum comes to each
-of these runs is in docs/performance.md.
+The duration of a pass is the sum of matrix products, attention, memory traffic of compiled
+pointwise operations, and start and end of kernels; or the time in which the host launches the
+kernels, if that is longer. The reachable fractions of a device's peaks were measured with layers
+of Llama-3-8B, Mixtral, Qwen3 and a small model on H200s. docs/benchmarks/training.md compares
+the estimate with each of these runs.
 
-``args`` are a rank's resolved arguments, with its own parallel sizes, throughout.
+``args`` are a rank's resolved arguments with its own parallel sizes throughout.
 """
 
 from __future__ import annotations
@@ -14,221 +14,292 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from flagscale.config.arguments.graphs import captures_steps
+from flagscale.config.arguments.rules.optimizer import captures_steps
 from flagscale.estimate import arithmetic, attention, memory, weights
-from flagscale.estimate.arithmetic import Layer
-from flagscale.estimate.memory import Held
+from flagscale.estimate.arithmetic import LayerKind
+from flagscale.estimate.memory import ModelPart
 
-_PRODUCTS, _EIGHT, _BLOCKS, _FUSED, _FLASH, _BANDWIDTH = 0.70, 0.66, 0.55, 0.37, 0.20, 0.81
-"""Shares of a device's peaks that are reached: by products of 16 and of 8 bits, whose peak is twice
-as high, and by those that are scaled by blocks (reckoned, there is no such row); by cuDNN's and by
-flash attention; and of the bandwidth."""
-_KERNEL, _LAUNCH = 4.5e-6, 75e-6
-"""Seconds in which a kernel begins and ends, and in which the host launches one. The latter is of
-the slow hosts of the machines that all this was measured on."""
-_LINK = 175e9
-"""Bytes a second that a rank gets from its tensor-parallel peers, over NVLink by NCCL."""
-_BALANCE = 989e12 / 4.8e12
-"""Operations for each byte of bandwidth of an H200, where a device's bandwidth is not known."""
+_PRODUCT_EFFICIENCY = 0.70
+"""Reachable fraction of the peak FLOP/s for 16-bit products."""
+_FP8_EFFICIENCY = 0.66
+"""Reachable fraction of the 8-bit peak, which is twice the 16-bit peak, for 8-bit products."""
+_BLOCK_SCALED_EFFICIENCY = 0.55
+"""The same for block-scaled 8-bit products; calculated, because no such run was measured."""
+_CUDNN_ATTENTION_EFFICIENCY = 0.37
+"""Reachable fraction of the peak FLOP/s for cuDNN's attention."""
+_FLASH_ATTENTION_EFFICIENCY = 0.20
+"""Reachable fraction of the peak FLOP/s for flash attention."""
+_BANDWIDTH_EFFICIENCY = 0.81
+"""Reachable fraction of the peak memory bandwidth."""
+_KERNEL_SECONDS = 4.5e-6
+"""Start and end of a kernel."""
+_LAUNCH_SECONDS = 75e-6
+"""Launch of a kernel by the host. The hosts of the measured machines are slow."""
+_LINK_BYTES_PER_SECOND = 175e9
+"""Bandwidth from tensor-parallel peers in bytes per second, over NVLink with NCCL."""
+_DEFAULT_FLOP_PER_BYTE = 989e12 / 4.8e12
+"""FLOP per byte of memory bandwidth of an H200, for devices whose bandwidth is unknown."""
 
-_FORWARD = 1 / 3
-"""Of what both passes move and launch, the forward pass's."""
-_OF_HIDDEN, _OF_HEADS, _OF_EXPERTS, _OF_LOGITS = 50, 9, 28, 5
-"""How often, over both passes, what is compiled reads or writes a number of a layer's hidden state
-(norms, residuals, copies); of queries, keys and values (rotary positions), once more where there
-are norms over them; of what goes to an expert and back; of the logits."""
-_OF_INWARD = {1: 5, 2: 8}
-"""The same for an MLP's width, by how many times that its inward product is wide."""
-_EXCHANGES = (4, 3)
-"""How often a layer's passes wait for parts of the hidden state of tensor-parallel ranks. A fourth
-of the backward pass is on its way beside a product."""
-_CAST = 12
-"""Bytes moved for each number that is cast for 8-bit products."""
-_EAGER, _EAGER_LOGITS = 2.5, 15
-"""As many times as much is moved where layers are not compiled; and the same of the logits."""
-_ADDED, _STEPPED, _ZEROED = 10, 40, 4
-"""Bytes moved for each weight: whose gradient is added to the fp32 sum by a kernel of its own; by
-clipping and the optimizer; by setting its gradient to zero."""
-_LAUNCHES, _EIGHT_LAUNCHES, _EXPERT_LAUNCHES, _HEAD_LAUNCHES, _STEP_LAUNCHES = 30, 16, 30, 15, 100
+_FORWARD_SHARE = 1 / 3
+"""The forward pass's fraction of the traffic and kernels of both passes."""
+# Reads and writes per element by compiled operations, in both passes together.
+_HIDDEN_ACCESSES = 50
+"""Of a layer's hidden state: norms, residuals, copies."""
+_QKV_ACCESSES = 9
+"""Of queries, keys and values: rotary positions, and again for their norms if there are any."""
+_EXPERT_ACCESSES = 28
+"""Of tokens that are dispatched to an expert and combined."""
+_LOGIT_ACCESSES = 5
+"""Of the logits."""
+_FC1_ACCESSES = {1: 5, 2: 8}
+"""Reads and writes per element of an MLP's width, by the width factor of its first product."""
+_FORWARD_EXCHANGES = 4
+"""Exchanges of the hidden state between tensor-parallel ranks in a layer's forward pass."""
+_BACKWARD_EXCHANGES = 3
+"""Exposed exchanges in a layer's backward pass. A fourth one overlaps with a product."""
+_CAST_BYTES = 12
+"""Bytes of traffic per element that is cast for 8-bit products."""
+_EAGER_FACTOR = 2.5
+"""Traffic of layers that are not compiled, relative to compiled ones."""
+_EAGER_LOGIT_ACCESSES = 15
+"""Reads and writes per logit if the loss is not compiled."""
+_ACCUMULATE_BYTES = 10
+"""Traffic per weight whose gradient a separate kernel adds to the fp32 sum."""
+_OPTIMIZER_BYTES = 40
+"""Traffic per weight of clipping and the optimizer."""
+_ZERO_BYTES = 4
+"""Traffic per weight of setting its gradient to zero."""
+# Numbers of kernels: of a layer, of 8-bit products and of experts in addition, of the head in
+# both passes, and of the end of a step.
+_LAYER_KERNELS = 30
+_FP8_KERNELS = 16
+_EXPERT_KERNELS = 30
+_HEAD_KERNELS = 15
+_STEP_KERNELS = 100
 
 
 @dataclass(frozen=True)
-class Chip:
-    """A device: operations of dense 16-bit products a second, bytes of its memory a second where
-    they are known."""
+class DevicePeaks:
+    """Peaks of a device: dense 16-bit FLOP per second, and memory bytes per second if known."""
 
-    peak: float
-    bandwidth: float | None = None
+    flops: float
+    bytes_per_second: float | None = None
 
 
 @dataclass(frozen=True)
-class Load:
-    """What something asks of a rank: operations of products of 16 and 8 bits and of attention, each
-    as at a device's 16-bit peak; bytes moved; kernels, and those of them that the host launches one
-    by one; bytes that other ranks send while nothing else is done."""
+class Workload:
+    """Load of an operation on a rank.
+
+    ``products`` (16-bit), ``products_8bit`` and ``attention`` are FLOP at the device's 16-bit
+    peak. ``traffic`` are bytes of memory traffic, ``kernels`` the number of kernels, ``launches``
+    the number of those that the host launches one by one, and ``exchanged`` bytes from other
+    ranks that no computation overlaps with.
+    """
 
     products: float = 0.0
-    eight: float = 0.0
+    products_8bit: float = 0.0
     attention: float = 0.0
-    moved: float = 0.0
+    traffic: float = 0.0
     kernels: float = 0.0
     launches: float = 0.0
     exchanged: float = 0.0
 
-    def __add__(self, other: Load) -> Load:
-        return Load(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: Workload) -> Workload:
+        return Workload(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    def times(self, count: float) -> Load:
-        return Load(*(count * value for value in astuple(self)))
+    def scale(self, count: float) -> Workload:
+        return Workload(*(count * value for value in astuple(self)))
 
-    def seconds(self, chip: Chip) -> float:
-        """How long it takes a rank of such a device."""
-        arithmetic = (self.products + self.eight + self.attention) / chip.peak
-        moved = self.moved / (_BANDWIDTH * (chip.bandwidth or chip.peak / _BALANCE))
-        waited = self.kernels * _KERNEL + self.exchanged / _LINK
-        return max(arithmetic + moved + waited, self.launches * _LAUNCH)
+    def duration(self, peaks: DevicePeaks) -> float:
+        """Return the time on a device."""
+        arithmetic = (self.products + self.products_8bit + self.attention) / peaks.flops
+        memory_seconds = self.traffic / (
+            _BANDWIDTH_EFFICIENCY * (peaks.bytes_per_second or peaks.flops / _DEFAULT_FLOP_PER_BYTE)
+        )
+        fixed_seconds = self.kernels * _KERNEL_SECONDS + self.exchanged / _LINK_BYTES_PER_SECOND
+        return max(arithmetic + memory_seconds + fixed_seconds, self.launches * _LAUNCH_SECONDS)
 
 
 @dataclass(frozen=True)
-class Both:
-    """A part's forward and backward pass of a micro-batch."""
+class PassLoads:
+    """Load of a part's forward and backward pass for one micro-batch."""
 
-    forward: Load = Load()
-    backward: Load = Load()
+    forward: Workload = Workload()
+    backward: Workload = Workload()
 
-    def __add__(self, other: Both) -> Both:
-        return Both(self.forward + other.forward, self.backward + other.backward)
+    def __add__(self, other: PassLoads) -> PassLoads:
+        return PassLoads(self.forward + other.forward, self.backward + other.backward)
 
 
-def layer(args: Any, one: Layer) -> Both:
-    """A layer's passes."""
-    tokens, tp = memory.tokens_of(args), args.tensor_model_parallel_size
+def layer_load(args: Any, kind: LayerKind) -> PassLoads:
+    """Return the load of a layer's passes."""
+    tokens, tp = memory.count_microbatch_tokens(args), args.tensor_model_parallel_size
     share = tokens / tp
-    products = share * arithmetic.product_flops(args, mixture=one.mixture)
-    eight = 2.0 * tokens * weights.linear(args, mixture=one.mixture) if one.eight else 0.0
-    attended = share * arithmetic.attention_flops(args, one.window)
-    forward = Load(*_products(args, products - eight, eight), attended / _attention_share(args))
-    backward = Load(*_backward(args, products - eight, eight), 2 * forward.attention)
-    moved = memory.width_of(args) * share * _numbers(args, one)
-    if one.eight:
-        moved += _CAST * share * _cast(args, mixture=one.mixture)
-    moved *= 1.0 if memory.compiles(args) else _EAGER
-    kernels = _LAUNCHES + _EIGHT_LAUNCHES * one.eight + _EXPERT_LAUNCHES * one.mixture
-    experts = weights.layer(args, mixture=one.mixture).experts
-    read = memory.width_of(args) * experts
+    products = share * arithmetic.linear_flops(args, is_moe=kind.is_moe)
+    products_8bit = (
+        2.0 * tokens * weights.linear_weights(args, is_moe=kind.is_moe) if kind.is_fp8 else 0.0
+    )
+    attention_flops = share * arithmetic.attention_flops(args, kind.window)
+    forward = Workload(
+        *_forward_products(args, products - products_8bit, products_8bit),
+        attention_flops / _attention_efficiency(args),
+    )
+    backward = Workload(
+        *_backward_products(args, products - products_8bit, products_8bit), 2 * forward.attention
+    )
+    traffic = memory.element_bytes(args) * share * _pointwise_elements(args, kind)
+    if kind.is_fp8:
+        traffic += _CAST_BYTES * share * _cast_elements(args, is_moe=kind.is_moe)
+    traffic *= 1.0 if memory.uses_compiled_layers(args) else _EAGER_FACTOR
+    kernels = _LAYER_KERNELS + _FP8_KERNELS * kind.is_fp8 + _EXPERT_KERNELS * kind.is_moe
+    experts = weights.layer_weights(args, is_moe=kind.is_moe).experts
+    expert_bytes = memory.element_bytes(args) * experts
+    received = _exchange_bytes(args, kind)
     return (
-        Both(forward, backward)
-        + Both(*(Load(exchanged=count * _part(args, one)) for count in _EXCHANGES))
-        + Both(
-            _rest(args, _FORWARD * moved + read, _FORWARD * kernels),
-            _rest(args, (1 - _FORWARD) * moved + 2 * read + _added(args, one), kernels * 2 / 3),
+        PassLoads(forward, backward)
+        + PassLoads(
+            Workload(exchanged=_FORWARD_EXCHANGES * received),
+            Workload(exchanged=_BACKWARD_EXCHANGES * received),
+        )
+        + PassLoads(
+            _overhead_load(args, _FORWARD_SHARE * traffic + expert_bytes, _FORWARD_SHARE * kernels),
+            _overhead_load(
+                args,
+                (1 - _FORWARD_SHARE) * traffic + 2 * expert_bytes + _accumulation_bytes(args, kind),
+                kernels * 2 / 3,
+            ),
         )
     )
 
 
-def _part(args: Any, one: Layer) -> float:
-    """Bytes that a rank gets when the hidden state is gathered, or a sum of it is shared out: an
-    MLP's exchanges are half of a layer's. Nothing where products hide it, which those of 8-bit
-    numbers do not."""
+def _exchange_bytes(args: Any, kind: LayerKind) -> float:
+    """Return the bytes that a rank receives in one exchange of the hidden state.
+
+    An exchange is an all-gather or a reduce-scatter. A mixture of experts needs half as many per
+    layer. The result is zero if products overlap with the exchanges, which 8-bit products do
+    not.
+    """
     peers = args.tensor_model_parallel_size - 1
     if args.tp_comm_overlap and args.sequence_parallel and not args.fp8:
         return 0.0
-    tokens = memory.tokens_of(args) / args.tensor_model_parallel_size
-    whole = tokens * args.hidden_size * memory.width_of(args) * peers
-    return float(whole * (0.5 if one.mixture else 1))
+    tokens = memory.count_microbatch_tokens(args) / args.tensor_model_parallel_size
+    received = tokens * args.hidden_size * memory.element_bytes(args) * peers
+    return float(received * (0.5 if kind.is_moe else 1))
 
 
-def head(args: Any, vocabulary: int) -> Both:
-    """The passes of the output layer and the loss."""
-    tokens, tp = memory.tokens_of(args), args.tensor_model_parallel_size
+def head_load(args: Any, vocabulary: int) -> PassLoads:
+    """Return the load of the output layer and the loss."""
+    tokens, tp = memory.count_microbatch_tokens(args), args.tensor_model_parallel_size
     products = tokens / tp * arithmetic.head_flops(args, vocabulary)
-    often = _OF_LOGITS if memory.compiles(args) else _EAGER_LOGITS
-    moved = tokens * vocabulary / tp * often * memory.width_of(args)
-    return Both(
-        Load(*_products(args, products, 0)) + _rest(args, _FORWARD * moved, _HEAD_LAUNCHES / 3),
-        Load(*_backward(args, products, 0))
-        + _rest(args, (1 - _FORWARD) * moved, _HEAD_LAUNCHES * 2 / 3),
+    accesses = _LOGIT_ACCESSES if memory.uses_compiled_layers(args) else _EAGER_LOGIT_ACCESSES
+    traffic = tokens * vocabulary / tp * accesses * memory.element_bytes(args)
+    return PassLoads(
+        Workload(*_forward_products(args, products, 0))
+        + _overhead_load(args, _FORWARD_SHARE * traffic, _HEAD_KERNELS / 3),
+        Workload(*_backward_products(args, products, 0))
+        + _overhead_load(args, (1 - _FORWARD_SHARE) * traffic, _HEAD_KERNELS * 2 / 3),
     )
 
 
-def further(args: Any, vocabulary: int) -> Both:
-    """The passes of the layers that predict further tokens, each with its join and its head."""
-    tokens, tp = memory.tokens_of(args), args.tensor_model_parallel_size
-    joins = 2.0 * arithmetic.further_weights(args) * tokens / tp
-    join = Both(Load(*_products(args, joins, 0)), Load(*_backward(args, joins, 0)))
-    own = layer(args, arithmetic.layers(args)[-1]) + join + head(args, vocabulary)
-    return sum([own] * arithmetic.further(args), Both())
+def mtp_load(args: Any, vocabulary: int) -> PassLoads:
+    """Return the load of the multi-token prediction layers with their projections and heads."""
+    tokens, tp = memory.count_microbatch_tokens(args), args.tensor_model_parallel_size
+    projection_flops = 2.0 * arithmetic.mtp_projection_weights(args) * tokens / tp
+    projection = PassLoads(
+        Workload(*_forward_products(args, projection_flops, 0)),
+        Workload(*_backward_products(args, projection_flops, 0)),
+    )
+    depth_load = (
+        layer_load(args, arithmetic.list_layer_kinds(args)[-1])
+        + projection
+        + head_load(args, vocabulary)
+    )
+    return sum([depth_load] * arithmetic.mtp_depth(args), PassLoads())
 
 
-def after(args: Any, vocabulary: int, held: Held) -> Load:
-    """What follows the passes, once a step: the optimizer on this rank's share of the weights."""
-    counted = memory.trained_of(args, vocabulary, held)
-    moved = _STEPPED * memory.stepped(args, counted) + _ZEROED * counted.all
-    return Load(moved=moved, kernels=_STEP_LAUNCHES, launches=_STEP_LAUNCHES)
+def optimizer_load(args: Any, vocabulary: int, part: ModelPart) -> Workload:
+    """Return the load after the passes, once per step: the optimizer on this rank's shard."""
+    trainable = memory.count_trainable_weights(args, vocabulary, part)
+    traffic = (
+        _OPTIMIZER_BYTES * memory.count_optimizer_weights(args, trainable)
+        + _ZERO_BYTES * trainable.all
+    )
+    return Workload(traffic=traffic, kernels=_STEP_KERNELS, launches=_STEP_KERNELS)
 
 
-def _rest(args: Any, moved: float, kernels: float) -> Load:
-    """What is no arithmetic. A step that is captured is launched as one."""
-    captured = captures_steps(vars(args))
-    return Load(moved=moved, kernels=kernels, launches=0.0 if captured else kernels)
+def _overhead_load(args: Any, traffic: float, kernels: float) -> Workload:
+    """Return the load of anything but arithmetic. A captured step is a single launch."""
+    is_captured = captures_steps(vars(args))
+    return Workload(traffic=traffic, kernels=kernels, launches=0.0 if is_captured else kernels)
 
 
-def _products(args: Any, plain: float, eight: float) -> tuple[float, float]:
-    blocks = args.fp8_recipe == "blockwise"
-    return plain / _PRODUCTS, eight / 2 / (_BLOCKS if blocks else _EIGHT)
+def _forward_products(args: Any, flops_16bit: float, flops_8bit: float) -> tuple[float, float]:
+    is_block_scaled = args.fp8_recipe == "blockwise"
+    efficiency = _BLOCK_SCALED_EFFICIENCY if is_block_scaled else _FP8_EFFICIENCY
+    return flops_16bit / _PRODUCT_EFFICIENCY, flops_8bit / 2 / efficiency
 
 
-def _backward(args: Any, plain: float, eight: float) -> tuple[float, float]:
-    """Gradients of inputs, and of weights that are not frozen, in 16 bits if that is asked for."""
+def _backward_products(args: Any, flops_16bit: float, flops_8bit: float) -> tuple[float, float]:
+    """Return the backward pass's FLOP of products for gradients of inputs and of weights.
+
+    Frozen weights have no gradient. Gradients of weights use 16 bits unless 8 are configured.
+    """
     if args.peft_type:
-        return _products(args, plain, eight)
+        return _forward_products(args, flops_16bit, flops_8bit)
     if not args.fp8_wgrad:
-        return _products(args, 2 * plain + eight, eight)
-    return _products(args, 2 * plain, 2 * eight)
+        return _forward_products(args, 2 * flops_16bit + flops_8bit, flops_8bit)
+    return _forward_products(args, 2 * flops_16bit, 2 * flops_8bit)
 
 
-def _attention_share(args: Any) -> float:
-    """cuDNN's attention where the model may have it, else flash attention."""
-    flash = (
-        not memory.compiles(args)
+def _attention_efficiency(args: Any) -> float:
+    """Return the reachable fraction of the peak: cuDNN attention where it is used, otherwise flash
+    attention.
+    """
+    uses_flash = (
+        not memory.uses_compiled_layers(args)
         or getattr(args.attention_backend, "name", args.attention_backend) == "flash"
         or args.context_parallel_size > 1
         or args.attention_dropout
     )
-    return _FLASH if flash else _FUSED
+    return _FLASH_ATTENTION_EFFICIENCY if uses_flash else _CUDNN_ATTENTION_EFFICIENCY
 
 
-def _numbers(args: Any, one: Layer) -> float:
-    """Numbers that what is compiled moves for a token."""
-    hidden, wide = args.hidden_size, args.ffn_hidden_size or 4 * args.hidden_size
-    asked = attention.scored(args) / 2
-    heads = asked + attention.keys_and_values(args)
+def _pointwise_elements(args: Any, kind: LayerKind) -> float:
+    """Return the elements per token that compiled pointwise operations read or write."""
+    hidden, ffn_size = args.hidden_size, args.ffn_hidden_size or 4 * args.hidden_size
+    query_width = attention.score_width(args) / 2
+    qkv_width = query_width + attention.kv_width(args)
     if args.qk_layernorm:
-        heads += asked + attention.keys_and_values(args) / 2
-    whole = _OF_HIDDEN * (args.tensor_model_parallel_size if not args.sequence_parallel else 1)
-    found = whole * hidden + _OF_HEADS * heads
-    each = _OF_INWARD[memory.inward(args)]
-    if not one.mixture:
-        return float(found + each * wide)
-    chosen = _OF_EXPERTS * hidden + each * (args.moe_ffn_hidden_size or wide)
-    beside = args.moe_shared_expert_intermediate_size or 0
-    return float(found + args.moe_router_topk * chosen + each * beside)
+        qkv_width += query_width + attention.kv_width(args) / 2
+    hidden_accesses = _HIDDEN_ACCESSES * (
+        args.tensor_model_parallel_size if not args.sequence_parallel else 1
+    )
+    elements = hidden_accesses * hidden + _QKV_ACCESSES * qkv_width
+    fc1_accesses = _FC1_ACCESSES[memory.fc1_width_factor(args)]
+    if not kind.is_moe:
+        return float(elements + fc1_accesses * ffn_size)
+    per_expert = _EXPERT_ACCESSES * hidden + fc1_accesses * (args.moe_ffn_hidden_size or ffn_size)
+    shared_expert_size = args.moe_shared_expert_intermediate_size or 0
+    return float(elements + args.moe_router_topk * per_expert + fc1_accesses * shared_expert_size)
 
 
-def _cast(args: Any, *, mixture: bool) -> float:
-    """Numbers into and out of a layer's linear products for a token."""
-    hidden, wide = args.hidden_size, args.ffn_hidden_size or 4 * args.hidden_size
-    asked = attention.scored(args) / 2
-    inner = 2 * hidden + 2 * asked + attention.keys_and_values(args)
-    if mixture:
-        wide = args.moe_shared_expert_intermediate_size or 0
-    return float(inner + (2 * hidden + (memory.inward(args) + 1) * wide if wide else 0))
+def _cast_elements(args: Any, *, is_moe: bool) -> float:
+    """Return the elements per token of inputs and outputs of a layer's linear products."""
+    hidden, ffn_size = args.hidden_size, args.ffn_hidden_size or 4 * args.hidden_size
+    query_width = attention.score_width(args) / 2
+    attention_elements = 2 * hidden + 2 * query_width + attention.kv_width(args)
+    if is_moe:
+        ffn_size = args.moe_shared_expert_intermediate_size or 0
+    return float(
+        attention_elements
+        + (2 * hidden + (memory.fc1_width_factor(args) + 1) * ffn_size if ffn_size else 0)
+    )
 
 
-def _added(args: Any, one: Layer) -> float:
-    """Bytes by which gradients are added where no product does that itself."""
-    counted = weights.layer(args, mixture=one.mixture)
+def _accumulation_bytes(args: Any, kind: LayerKind) -> float:
+    """Return the bytes of traffic for accumulating gradients in separate kernels."""
+    layer_weights = weights.layer_weights(args, is_moe=kind.is_moe)
     if args.peft_type:
         return 0.0
-    alone = (one.eight and args.fp8_wgrad) or not memory.compiles(args)
-    return float(_ADDED * (counted.experts + counted.shared * alone))
+    is_separate = (kind.is_fp8 and args.fp8_wgrad) or not memory.uses_compiled_layers(args)
+    return float(_ACCUMULATE_BYTES * (layer_weights.experts + layer_weights.shared * is_separate))

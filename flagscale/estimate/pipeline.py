@@ -1,10 +1,11 @@
-"""How long a pipeline's step takes: Megatron's 1F1B schedules, played with the stages' times.
+"""Simulation of Megatron's 1F1B pipeline schedules with the pass times of each stage.
 
-A stage does its forward and backward passes in the order of the schedule, each as soon as the
-stage is free and what it needs has come. Narayanan et al., "Efficient Large-Scale Language Model
-Training on GPU Clusters Using Megatron-LM" (2021), describe both schedules; Zhuang et al., "On
-Optimizing the Communication of Model Parallelism" (2023), the eager kind of the first: stages do
-more forward passes ahead, so that what they send each other has the time of one to arrive.
+A stage runs its forward and backward passes in the order of the schedule, each as soon as the
+stage is idle and the input has arrived. Narayanan et al., "Efficient Large-Scale Language Model
+Training on GPU Clusters Using Megatron-LM" (2021), describe the plain and the interleaved
+schedule. Zhuang et al., "On Optimizing the Communication of Model Parallelism" (2023), describe
+the eager variant of the plain one: stages run more forward passes ahead, so that transfers
+overlap with a pass.
 """
 
 from __future__ import annotations
@@ -15,138 +16,153 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True)
-class Passes:
-    """Seconds of a stage for one micro-batch, of each of its model chunks."""
+class StagePassTimes:
+    """Seconds of a stage's passes for one micro-batch, by model chunk."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
 
     @property
-    def both(self) -> float:
+    def total(self) -> float:
         return sum(self.forward) + sum(self.backward)
 
 
-class Work(NamedTuple):
+class PipelinePass(NamedTuple):
     """A pass of one micro-batch through one chunk of a stage."""
 
-    backward: bool
+    is_backward: bool
     chunk: int
     micro_batch: int
 
 
 @dataclass(frozen=True)
-class Played:
-    """A step's pipeline: its seconds, and those in which each stage computes."""
+class SimulatedStep:
+    """Simulated pipeline: seconds of the step, and seconds in which each stage computes."""
 
     seconds: float
     busy: tuple[float, ...]
 
 
-def play(
-    stages: Sequence[Passes],
+def simulate_step(
+    stages: Sequence[StagePassTimes],
     micro_batches: int,
     transfers: Sequence[float] | None = None,
     *,
     eager: bool = False,
-) -> Played:
-    """Play a step.
+) -> SimulatedStep:
+    """Simulate a step.
+
+    At most four micro-batches per stage are simulated; the slowest stage determines the time of
+    the remaining ones.
 
     Args:
-        stages: their passes, all with as many chunks.
-        micro_batches: of a step; with several chunks a multiple of the number of stages.
-        transfers: seconds that an activation, or its gradient, is on its way from a stage to the
-            next and back, one for each stage (the last one's is to the first); none without it.
-        eager: the schedule is of the eager kind.
+        stages: pass times of each stage, all with the same number of chunks.
+        micro_batches: number per step; with several chunks a multiple of the number of stages.
+        transfers: seconds to send an activation from a stage to the next one, or a gradient back;
+            one per stage, where the last one's is to the first stage. Zero if None.
+        eager: use the eager variant of the schedule.
     """
     count, chunks = len(stages), len(stages[0].forward)
-    played = min(micro_batches, 4 * count)
-    orders = [list(order(count, index, played, chunks, eager=eager)) for index in range(count)]
-    made = _play(stages, orders, transfers or [0.0] * count, chunks)
-    # Once the pipeline is full its slowest stage sets the pace.
-    left = micro_batches - played
-    pace = max(stage.both for stage in stages)
-    busy = tuple(stage.both * micro_batches for stage in stages)
-    return Played(made + left * pace, busy)
+    simulated = min(micro_batches, 4 * count)
+    orders = [
+        list(iter_schedule(count, index, simulated, chunks, eager=eager)) for index in range(count)
+    ]
+    simulated_seconds = _run_schedule(stages, orders, transfers or [0.0] * count, chunks)
+    # Once the pipeline is full, its slowest stage limits the throughput.
+    remaining = micro_batches - simulated
+    slowest = max(stage.total for stage in stages)
+    busy = tuple(stage.total * micro_batches for stage in stages)
+    return SimulatedStep(simulated_seconds + remaining * slowest, busy)
 
 
-def _play(
-    stages: Sequence[Passes],
-    orders: Sequence[Sequence[Work]],
+def _run_schedule(
+    stages: Sequence[StagePassTimes],
+    orders: Sequence[Sequence[PipelinePass]],
     transfers: Sequence[float],
     chunks: int,
 ) -> float:
     count = len(stages)
-    ended: dict[tuple[int, Work], float] = {}
-    clock, place = [0.0] * count, [0] * count
-    waiting = True
-    while waiting:
-        waiting, moved = False, False
-        for index, works in enumerate(orders):
-            while place[index] < len(works):
-                work = works[place[index]]
-                ready = _ready(ended, index, work, count, chunks, transfers)
+    ended: dict[tuple[int, PipelinePass], float] = {}
+    clock, positions = [0.0] * count, [0] * count
+    is_blocked = True
+    while is_blocked:
+        is_blocked, has_progress = False, False
+        for index, passes_in_order in enumerate(orders):
+            while positions[index] < len(passes_in_order):
+                next_pass = passes_in_order[positions[index]]
+                ready = _input_arrival(ended, index, next_pass, count, chunks, transfers)
                 if ready is None:
-                    waiting = True
+                    is_blocked = True
                     break
-                passes = stages[index].backward if work.backward else stages[index].forward
-                clock[index] = max(clock[index], ready) + passes[work.chunk]
-                ended[index, work] = clock[index]
-                place[index] += 1
-                moved = True
-        assert moved or not waiting, "stages wait for each other"
+                durations = (
+                    stages[index].backward if next_pass.is_backward else stages[index].forward
+                )
+                clock[index] = max(clock[index], ready) + durations[next_pass.chunk]
+                ended[index, next_pass] = clock[index]
+                positions[index] += 1
+                has_progress = True
+        assert has_progress or not is_blocked, "stages wait for each other"
     return max(clock)
 
 
-def _ready(
-    ended: dict[tuple[int, Work], float],
+def _input_arrival(
+    ended: dict[tuple[int, PipelinePass], float],
     index: int,
-    work: Work,
+    next_pass: PipelinePass,
     count: int,
     chunks: int,
     transfers: Sequence[float],
 ) -> float | None:
-    """When what a pass needs has come; None while it has not been sent."""
-    last = work.chunk == chunks - 1 and index == count - 1
-    if work.backward and last:
-        return ended.get((index, work._replace(backward=False)))
-    if not work.backward and work.chunk == 0 and index == 0:
+    """Return the time at which the input of a pass arrives; None if it has not been sent yet."""
+    is_last = next_pass.chunk == chunks - 1 and index == count - 1
+    if next_pass.is_backward and is_last:
+        return ended.get((index, next_pass._replace(is_backward=False)))
+    if not next_pass.is_backward and next_pass.chunk == 0 and index == 0:
         return 0.0
-    step = 1 if work.backward else -1
-    other = (index + step) % count
+    step = 1 if next_pass.is_backward else -1
+    sender = (index + step) % count
     wraps = index + step not in range(count)
-    needed = work._replace(chunk=work.chunk + step if wraps else work.chunk)
-    sent = ended.get((other, needed))
-    # The way is named by the stage it starts from going forward.
-    return None if sent is None else sent + transfers[index if work.backward else other]
+    source_pass = next_pass._replace(chunk=next_pass.chunk + step if wraps else next_pass.chunk)
+    sent_at = ended.get((sender, source_pass))
+    # Transfers are indexed by the stage that sends in the forward direction.
+    return (
+        None if sent_at is None else sent_at + transfers[index if next_pass.is_backward else sender]
+    )
 
 
-def order(
+def iter_schedule(
     stages: int, index: int, micro_batches: int, chunks: int = 1, *, eager: bool = False
-) -> Iterator[Work]:
-    """What a stage does in a step, one after another."""
+) -> Iterator[PipelinePass]:
+    """Yield the passes of a stage in a step in their order."""
     total = micro_batches * chunks
-    ahead = min(warm_up(stages, index, chunks, eager=eager), total)
-    forwards = [_work(stages, number, chunks, backward=False) for number in range(total)]
-    backwards = [_work(stages, number, chunks, backward=True) for number in range(total)]
-    yield from forwards[:ahead]
-    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+    warmup = min(count_warmup_passes(stages, index, chunks, eager=eager), total)
+    forwards = [_nth_pass(stages, number, chunks, backward=False) for number in range(total)]
+    backwards = [_nth_pass(stages, number, chunks, backward=True) for number in range(total)]
+    yield from forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         yield forward
         yield backward
-    yield from backwards[total - ahead :]
+    yield from backwards[total - warmup :]
 
 
-def warm_up(stages: int, index: int, chunks: int = 1, *, eager: bool = False) -> int:
-    """Forward passes of a stage before its first backward pass can follow one."""
+def count_warmup_passes(stages: int, index: int, chunks: int = 1, *, eager: bool = False) -> int:
+    """Return the number of forward passes that a stage runs before its first pair of a forward and
+    a backward pass.
+    """
     if chunks == 1:
         return (stages - index - 1) * (2 if eager else 1)
     return 2 * (stages - index - 1) + (chunks - 1) * stages
 
 
-def _work(stages: int, number: int, chunks: int, *, backward: bool) -> Work:
-    """The ``number``-th forward or backward pass: as many micro-batches as there are stages go
-    through a chunk before the next chunk's turn."""
+def _nth_pass(stages: int, number: int, chunks: int, *, backward: bool) -> PipelinePass:
+    """Return the ``number``-th forward or backward pass of a stage.
+
+    Groups of as many micro-batches as there are stages pass a chunk before the next chunk.
+    """
     if chunks == 1:
-        return Work(backward, 0, number)
-    group, inside = divmod(number, stages * chunks)
-    chunk, micro_batch = divmod(inside, stages)
-    return Work(backward, chunks - 1 - chunk if backward else chunk, group * stages + micro_batch)
+        return PipelinePass(backward, 0, number)
+    group, offset = divmod(number, stages * chunks)
+    chunk, micro_batch = divmod(offset, stages)
+    return PipelinePass(
+        backward, chunks - 1 - chunk if backward else chunk, group * stages + micro_batch
+    )

@@ -1,5 +1,8 @@
-"""What a step of an experiment takes on the hosts of a plan. Nobody is asked: what devices are is
-known by the ``type=`` of the hostfile, as far as an adapter knows that name."""
+"""Estimate of an experiment on the hosts of a plan.
+
+No host is contacted: devices are identified by ``type=`` in the hostfile, as far as an adapter
+has data of that product.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +15,36 @@ from functools import cached_property
 from itertools import islice, product
 from typing import Any
 
-from flagscale.accelerators.registry import accelerators
-from flagscale.config.arguments.meshes import MESHES, Meshes, chosen_for_us, to_be_filled
-from flagscale.config.arguments.recompute import AUTO
-from flagscale.config.arguments.resolve import resolve
-from flagscale.config.arguments.vocabulary import padded_vocabulary
-from flagscale.config.checks import Arguments
-from flagscale.config.placement import Placed, types_of_replicas
+from flagscale.accelerators.registry import list_device_accelerators
+from flagscale.config.arguments.derive import derive_arguments
+from flagscale.config.arguments.hetero.meshes import Meshes, are_automatic, is_split_automatic
+from flagscale.config.arguments.layout import pad_vocabulary
+from flagscale.config.arguments.spec.system_arguments import MESHES, RECOMPUTE_AUTO
+from flagscale.config.model_files import read_vocabulary as vocabulary_of
+from flagscale.config.placement import PlacedHost, device_types_of_replicas
 from flagscale.config.schema import Experiment
-from flagscale.config.tokenizers import vocabulary as vocabulary_of
 from flagscale.errors import ConfigError
 from flagscale.estimate import cost_cache, split
-from flagscale.estimate.arithmetic import transformer
-from flagscale.estimate.forecast import Forecast, forecast
-from flagscale.estimate.memory import Memory
-from flagscale.estimate.op_times import Chip
-from flagscale.estimate.step_time import Timed, peaks_of
+from flagscale.estimate.arithmetic import get_transformer
+from flagscale.estimate.forecast import Forecast, forecast_step
+from flagscale.estimate.memory import MemoryEstimate
+from flagscale.estimate.op_times import DevicePeaks
+from flagscale.estimate.step_time import StepTime, select_peaks
 
 GIB = 2**30
 _USABLE = 0.95
-"""Share of a device's memory that tensors may take: contexts and fragments take the rest."""
-_MOST_WAYS = 3
-_USUAL_MASKS = {"[MASK]", "<mask>"}
+"""Fraction of a device's memory that tensors may use. Contexts and fragmentation take the rest."""
+_MAX_SUGGESTIONS = 3
+_MASK_TOKENS = {"[MASK]", "<mask>"}
 _IMPLIED = {"recompute_method", "recompute_num_layers", "sequence_parallel"}
-"""Arguments that come with others: which, the reference of the configuration says."""
+"""Arguments that follow from others and are not listed, see the configuration reference."""
 
 
 @dataclass(frozen=True)
-class Device:
-    """What is known of a stage's devices: the hostfile's ``type=``, TFLOP/s, GiB, and 1e9 bytes
-    that their memory moves in a second."""
+class DeviceSpec:
+    """Known properties of a stage's devices: ``type=`` in the hostfile, TFLOP/s, memory in GiB, and
+    memory bandwidth in 1e9 bytes per second.
+    """
 
     kind: str
     peak: float | None
@@ -51,186 +54,202 @@ class Device:
 
 @dataclass(frozen=True)
 class Estimate:
-    """``devices``: of each stage; ``vocabulary``: the padded one, 0 where it is not known;
-    ``replicas``: the devices of each of unlike replicas."""
+    """Estimate of an experiment.
+
+    ``devices`` are those of each stage. ``vocabulary`` is the padded size, 0 if unknown.
+    ``replicas`` are the devices of heterogeneous replicas.
+    """
 
     args: Namespace
     vocabulary: int
-    devices: tuple[Device | None, ...]
-    replicas: tuple[Device | None, ...] = ()
+    devices: tuple[DeviceSpec | None, ...]
+    replicas: tuple[DeviceSpec | None, ...] = ()
 
     @cached_property
     def forecast(self) -> Forecast:
-        given = self.args.recompute_memory_gib
-        room = [given * GIB] * len(self.devices) if given else self._room
-        return forecast(self.args, self.vocabulary, room)
+        configured_gib = self.args.recompute_memory_gib
+        limits = (
+            [configured_gib * GIB] * len(self.devices) if configured_gib else self._memory_limits
+        )
+        return forecast_step(self.args, self.vocabulary, limits)
 
     @cached_property
-    def _room(self) -> tuple[float, ...]:
-        """Bytes that tensors may take of each stage's device; no limit is known of some."""
+    def _memory_limits(self) -> tuple[float, ...]:
+        """Bytes that tensors may use on each stage's device; infinite if unknown."""
         return tuple(
             math.inf if device is None or device.memory is None else _USABLE * device.memory * GIB
             for device in self.devices
         )
 
     @cached_property
-    def over(self) -> tuple[float, ...]:
-        """Bytes that a rank of each stage takes beyond its device's memory."""
+    def excess_bytes(self) -> tuple[float, ...]:
+        """Bytes by which a rank of each stage exceeds its device's memory."""
         return tuple(
-            max(stage.memory.all - room, 0.0)
-            for stage, room in zip(self.forecast.stages, self._room, strict=True)
+            max(stage.memory.total - room, 0.0)
+            for stage, room in zip(self.forecast.stages, self._memory_limits, strict=True)
         )
 
     @property
     def seconds(self) -> tuple[float, str] | None:
-        """Of a step, and what that is known by; None where nothing is known."""
-        return None if self.timed is None else (self.timed.seconds, self.timed.by)
+        """Duration of a step and the basis of this estimate; None if unknown."""
+        return None if self.step_time is None else (self.step_time.seconds, self.step_time.basis)
 
     @property
     def peaks(self) -> list[float | None]:
-        """TFLOP/s of each stage's devices."""
-        known = [None if device is None else device.peak for device in self.devices]
-        return peaks_of(known, self.args.peak_tflops, alike=len(set(self.devices)) == 1)
-
-    @cached_property
-    def timed(self) -> Timed | None:
-        """A step, where something is known."""
-        if self.args.shares is not None:
-            return None  # replicas that are unlike in speed have no one time
-        if (measured := self._measured()) is not None:
-            return measured
-        chips = self._chips()
-        if not self.args.bf16 or chips is None:
-            return None
-        played = self.forecast.played(chips)
-        return Timed(
-            played.seconds, played.busy, "as layers do on an H200, other communication hidden"
+        """Peak TFLOP/s of each stage's devices."""
+        known_peaks = [None if device is None else device.peak for device in self.devices]
+        return select_peaks(
+            known_peaks, self.args.peak_tflops, is_homogeneous=len(set(self.devices)) == 1
         )
 
-    def _chips(self) -> list[Chip] | None:
-        """Each stage's devices; None where a peak is not known."""
-        found = []
+    @cached_property
+    def step_time(self) -> StepTime | None:
+        """Duration of a step, if it can be estimated."""
+        if self.args.shares is not None:
+            return None  # replicas of different speeds have no common duration
+        if (measured := self._measured_step_time()) is not None:
+            return measured
+        device_peaks = self._device_peaks()
+        if not self.args.bf16 or device_peaks is None:
+            return None
+        simulated = self.forecast.simulate(device_peaks)
+        return StepTime(
+            simulated.seconds, simulated.busy, "as layers do on an H200, other communication hidden"
+        )
+
+    def _device_peaks(self) -> list[DevicePeaks] | None:
+        """Return the peaks of each stage's devices; None if one is unknown."""
+        device_peaks = []
         for device, peak in zip(self.devices, self.peaks, strict=True):
             if not peak:
                 return None
-            moved = None if device is None or device.bandwidth is None else 1e9 * device.bandwidth
-            found.append(Chip(1e12 * peak, moved))
-        return found
+            bytes_per_second = (
+                None if device is None or device.bandwidth is None else 1e9 * device.bandwidth
+            )
+            device_peaks.append(DevicePeaks(1e12 * peak, bytes_per_second))
+        return device_peaks
 
-    def _measured(self) -> Timed | None:
-        """By the times of the meshes' layers that were measured once and kept on this machine."""
+    def _measured_step_time(self) -> StepTime | None:
+        """Estimate the duration from cached measurements of the meshes' layers on this machine."""
         meshes: Meshes | None = self.args.meshes
         if meshes is None:
             return None
-        found = [
-            cost_cache.read(cost_cache.path_of(vars(self.args), meshes, index))
+        cached_costs = [
+            cost_cache.read_costs(cost_cache.mesh_cost_path(vars(self.args), meshes, index))
             for index in range(len(meshes.meshes))
         ]
-        known = [one for one in found if one is not None]
-        if len(known) < len(found):
+        known_costs = [cached for cached in cached_costs if cached is not None]
+        if len(known_costs) < len(cached_costs):
             return None
-        problem = split.Problem(
+        problem = split.SplitProblem(
             meshes,
-            tuple(one.costs for one in known),
-            split.kinds_of(self.args),
+            tuple(cached.costs for cached in known_costs),
+            split.layer_kinds(self.args),
             self.args.num_microbatches,
             self.args.standalone_embedding_stage,
         )
         layers = tuple(stage.layers for stage in meshes.stages)
-        if chosen_for_us(self.args.hetero_pipeline_layer_split):
-            layers = split.best(problem)
-        text = f"layers {'+'.join(map(str, layers))}, by times measured on {known[0].date}"
-        step = problem.step(layers)
-        return Timed(step.seconds, step.busy, text)
+        if is_split_automatic(self.args.hetero_pipeline_layer_split):
+            layers = split.find_best_split(problem)
+        text = f"layers {'+'.join(map(str, layers))}, by times measured on {known_costs[0].date}"
+        step = problem.simulate_step(layers)
+        return StepTime(step.seconds, step.busy, text)
 
 
-def of_experiment(
-    experiment: Experiment, hosts: Sequence[Placed], *, most_bytes: int | None = None
+def estimate_experiment(
+    experiment: Experiment, hosts: Sequence[PlacedHost], *, max_tokenizer_bytes: int | None = None
 ) -> Estimate:
-    """The estimate of an experiment of our own training program.
+    """Return the estimate of an experiment that uses this project's training program.
 
     Args:
-        experiment: as loaded.
-        hosts: with their ranks.
-        most_bytes: a tokenizer's file that is larger is not read for its vocabulary.
+        experiment: the loaded experiment.
+        hosts: hosts with their ranks.
+        max_tokenizer_bytes: larger tokenizer files are not read for the vocabulary size.
 
     Raises:
-        ConfigError: the arguments do not fit each other or the ranks, are of another training
+        ConfigError: the arguments are inconsistent, do not fit the ranks, are of another training
             program, leave the meshes' sizes open, or are of a family that is not described.
     """
     if experiment.task.external:
         name = experiment.task.program
-        raise ConfigError(f"{name} is not this project's training program: what it takes, it knows")
+        raise ConfigError(
+            f"{name} is not this project's training program, so it cannot be estimated"
+        )
     world = sum(len(host.ranks) for host in hosts)
-    values = Arguments.of(experiment).values()
-    args = None if to_be_filled(values) else resolve(Namespace(**values), world)
+    values = experiment.train.values
+    args = None if are_automatic(values) else derive_arguments(Namespace(**values), world)
     if args is None or (args.meshes is not None and args.meshes.open):
         raise ConfigError(f"{MESHES}: sizes are chosen by measuring when training starts")
-    transformer(args)
-    size = max(args.vocab_size or 0, _tokens(args, most_bytes))
-    vocabulary = padded_vocabulary(size, vars(args)) if size else 0
+    get_transformer(args)
+    size = max(args.vocab_size or 0, _tokenizer_vocabulary(args, max_tokenizer_bytes))
+    vocabulary = pad_vocabulary(size, vars(args)) if size else 0
     kinds = {host.device_type for host in hosts}
-    same = kinds.pop() if len(kinds) == 1 else None
+    common_type = kinds.pop() if len(kinds) == 1 else None
     meshes: Meshes | None = args.meshes
     if meshes is None:
-        types = [same] * args.pipeline_model_parallel_size
+        types = [common_type] * args.pipeline_model_parallel_size
     else:
-        types = [stage.mesh.device_type or same for stage in meshes.stages]
-    replicas = [device_of(kind) for kind in types_of_replicas(vars(args), hosts)]
-    return Estimate(args, vocabulary, tuple(map(device_of, types)), tuple(replicas))
+        types = [stage.mesh.device_type or common_type for stage in meshes.stages]
+    replicas = [get_device_spec(kind) for kind in device_types_of_replicas(vars(args), hosts)]
+    return Estimate(args, vocabulary, tuple(map(get_device_spec, types)), tuple(replicas))
 
 
-def device_of(kind: str | None) -> Device | None:
+def get_device_spec(kind: str | None) -> DeviceSpec | None:
     if kind is None:
         return None
-    every = accelerators()
-    facts = ("peak_tflops", "memory_gib", "bandwidth_gb")
-    return Device(kind, *(_first(getattr(one, fact)(kind) for one in every) for fact in facts))
+    adapters = list_device_accelerators()
+    facts = ("peak_tflops", "memory_gib", "memory_gb_per_second")
+    return DeviceSpec(
+        kind,
+        *(_first_known(getattr(adapter, fact)(kind) for adapter in adapters) for fact in facts),
+    )
 
 
-def _first(values: Iterable[float | None]) -> float | None:
+def _first_known(values: Iterable[float | None]) -> float | None:
     return next((value for value in values if value is not None), None)
 
 
-def _tokens(args: Any, most_bytes: int | None) -> int:
-    """The vocabulary with a tokenizer whose files lie here; 0 where they do not tell."""
+def _tokenizer_vocabulary(args: Any, max_tokenizer_bytes: int | None) -> int:
+    """Return the vocabulary size of a local tokenizer; 0 if it is unknown."""
     kind, path, separate = args.tokenizer_type, args.tokenizer_path, bool(args.merge_file)
-    found = vocabulary_of(kind, path, separate=separate, most_bytes=most_bytes)
-    if found is None:
+    tokenizer = vocabulary_of(kind, path, separate=separate, most_bytes=max_tokenizer_bytes)
+    if tokenizer is None:
         return 0
-    lacks = transformer(args).masks and not _USUAL_MASKS & found.names
-    return found.size + lacks
+    needs_mask = get_transformer(args).masks and not _MASK_TOKENS & tokenizer.names
+    return tokenizer.size + needs_mask
 
 
-# --- what to say of it ---------------------------------------------------------------------------
+# --- messages -----------------------------------------------------------------------------------
 
 
-def memory_text(memory: Memory) -> str:
-    """Such as ``38.1 GiB (weights 4.1, gradients 8.2, …)``, of a small model in MiB."""
-    unit, name_of_unit = (GIB, "GiB") if memory.all >= GIB else (2**20, "MiB")
+def format_memory(memory: MemoryEstimate) -> str:
+    """Format memory, such as ``38.1 GiB (weights 4.1, …)``; in MiB for small models."""
+    unit, name_of_unit = (GIB, "GiB") if memory.total >= GIB else (2**20, "MiB")
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "activations": memory.activations,
-        "for a moment": memory.moment,
+        "transient": memory.transient,
     }
-    listed = ", ".join(f"{name} {size / unit:.1f}" for name, size in parts.items())
-    return f"{memory.all / unit:.1f} {name_of_unit} ({listed})"
+    details = ", ".join(f"{name} {size / unit:.1f}" for name, size in parts.items())
+    return f"{memory.total / unit:.1f} {name_of_unit} ({details})"
 
 
-def too_much(made: Estimate) -> Iterator[str]:
-    """A sentence of each stage that does not fit its devices, and what would."""
-    for stage, device, over in zip(made.forecast.stages, made.devices, made.over, strict=True):
+def describe_excess(estimate: Estimate) -> Iterator[str]:
+    """Describe each stage that does not fit its devices, and changes that make it fit."""
+    for stage, device, over in zip(
+        estimate.forecast.stages, estimate.devices, estimate.excess_bytes, strict=True
+    ):
         if over and device is not None:
             yield (
-                f"{stage.name} does not fit: {memory_text(stage.memory)} a rank, a {device.kind} "
+                f"{stage.name} does not fit: {format_memory(stage.memory)} a rank, a {device.kind} "
                 f"has {device.memory:.0f} GiB"
             )
-    if not any(made.over):
+    if not any(estimate.excess_bytes):
         return
-    if ways := list(islice(_ways_to_fit(made), _MOST_WAYS)):
-        yield f"what would fit: {', or '.join(ways)}"
+    if suggestions := list(islice(_suggest_changes(estimate), _MAX_SUGGESTIONS)):
+        yield f"what would fit: {', or '.join(suggestions)}"
     else:
         yield (
             "no change of micro-batch, recomputation, sharding or tensor parallelism would fit: "
@@ -238,31 +257,33 @@ def too_much(made: Estimate) -> Iterator[str]:
         )
 
 
-def _ways_to_fit(made: Estimate) -> Iterator[str]:
-    """Changes of the arguments after which every stage fits, few before many, and none that holds
-    another."""
-    found: list[dict[str, Any]] = []
-    for changes in sorted(_changes(made.args), key=lambda one: len(one.keys() - _IMPLIED)):
-        # What holds all of a smaller change is none of its own; more tensor parallelism neither.
-        if not changes or any(other.keys() <= changes.keys() for other in found):
+def _suggest_changes(estimate: Estimate) -> Iterator[str]:
+    """Yield minimal changes of arguments with which every stage fits, fewest arguments first."""
+    accepted: list[dict[str, Any]] = []
+    for changes in sorted(
+        _possible_changes(estimate.args), key=lambda changes: len(changes.keys() - _IMPLIED)
+    ):
+        # A superset of a working change is not listed, and neither is a higher tensor parallel
+        # size.
+        if not changes or any(smaller.keys() <= changes.keys() for smaller in accepted):
             continue
-        args = copy(made.args)
+        args = copy(estimate.args)
         vars(args).update(changes)
         args.data_parallel_size //= args.tensor_model_parallel_size
-        args.data_parallel_size *= made.args.tensor_model_parallel_size
-        if not any(Estimate(args, made.vocabulary, made.devices).over):
-            found.append(changes)
-            said = {n: v for n, v in changes.items() if n not in _IMPLIED}
-            yield " and ".join(f"{name}: {_yaml(value)}" for name, value in said.items())
+        args.data_parallel_size *= estimate.args.tensor_model_parallel_size
+        if not any(Estimate(args, estimate.vocabulary, estimate.devices).excess_bytes):
+            accepted.append(changes)
+            explicit = {n: v for n, v in changes.items() if n not in _IMPLIED}
+            yield " and ".join(f"{name}: {_format_yaml(value)}" for name, value in explicit.items())
 
 
-def _yaml(value: Any) -> str:
+def _format_yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _changes(args: Namespace) -> Iterator[dict[str, Any]]:
-    """What could be changed; of unlike meshes not their sizes."""
-    tp, alike = args.tensor_model_parallel_size, args.meshes is None
+def _possible_changes(args: Namespace) -> Iterator[dict[str, Any]]:
+    """Yield possible changes of arguments; sizes of heterogeneous meshes are not changed."""
+    tp, is_homogeneous = args.tensor_model_parallel_size, args.meshes is None
     heads = args.num_query_groups or args.num_attention_heads
     sharded: list[dict[str, Any]] = [{}, {"use_distributed_optimizer": True}]
     smaller: list[dict[str, Any]] = [{}, {"micro_batch_size": 1}]
@@ -271,14 +292,14 @@ def _changes(args: Namespace) -> Iterator[dict[str, Any]]:
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     ]
     split = [
-        {"tensor_model_parallel_size": tp * more, "sequence_parallel": True}
-        for more in (2, 4, 8)
-        if args.data_parallel_size % more == 0 and heads % (tp * more) == 0
+        {"tensor_model_parallel_size": tp * factor, "sequence_parallel": True}
+        for factor in (2, 4, 8)
+        if args.data_parallel_size % factor == 0 and heads % (tp * factor) == 0
     ]
-    for several in product(
+    for combination in product(
         sharded if not args.use_distributed_optimizer else [{}],
-        smaller if alike and args.micro_batch_size > 1 else [{}],
-        recomputed if args.recompute_granularity not in ("full", AUTO) else [{}],
-        [{}, *(split if alike else ())],
+        smaller if is_homogeneous and args.micro_batch_size > 1 else [{}],
+        recomputed if args.recompute_granularity not in ("full", RECOMPUTE_AUTO) else [{}],
+        [{}, *(split if is_homogeneous else ())],
     ):
-        yield {name: value for one in several for name, value in one.items()}
+        yield {name: value for changes in combination for name, value in changes.items()}

@@ -1,5 +1,8 @@
-"""What a step takes of unlike replicas (``hetero_mode: dp``): those that are alike are an estimate
-of their own, and the slowest of them sets the step's length."""
+"""Estimates for heterogeneous replicas (``hetero_mode: dp``).
+
+Each group of identical replicas has an estimate of its own. The slowest group determines the
+duration of a step.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,19 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from flagscale.estimate.plan import Device, Estimate, memory_text
-from flagscale.estimate.step_time import peaks_of, shown, unknown
+from flagscale.estimate.plan import DeviceSpec, Estimate, format_memory
+from flagscale.estimate.step_time import explain_unknown_time, format_seconds, select_peaks
 
 
 @dataclass(frozen=True)
-class Alike:
-    """Replicas one after another that take as many micro-batches of a size, on like devices."""
+class ReplicaGroup:
+    """Consecutive replicas with the same number and size of micro-batches on devices of one
+    type."""
 
     numbers: range
     size: int
-    device: Device | None
-    each: Estimate
+    device: DeviceSpec | None
+    estimate: Estimate
 
     @property
     def name(self) -> str:
@@ -29,89 +33,107 @@ class Alike:
         return f"{which} ({self.device.kind})" if self.device is not None else which
 
 
-def groups(made: Estimate) -> list[Alike]:
-    """The replicas of an estimate, those that are alike together; none where all are."""
-    taken = [
+def group_replicas(estimate: Estimate) -> list[ReplicaGroup]:
+    """Return the groups of identical replicas of an estimate; none for homogeneous jobs."""
+    assignments = [
         (share.size, share.count, device)
-        for share, device in zip(made.args.shares or (), made.replicas, strict=True)
+        for share, device in zip(estimate.args.shares or (), estimate.replicas, strict=True)
     ]
-    found: list[Alike] = []
-    for (size, count, device), members in groupby(taken):
-        first = found[-1].numbers.stop if found else 0
+    groups: list[ReplicaGroup] = []
+    for (size, count, device), members in groupby(assignments):
+        first = groups[-1].numbers.stop if groups else 0
         numbers = range(first, first + len(list(members)))
-        found.append(Alike(numbers, size, device, _alone(made, size, count, device)))
-    return found
+        groups.append(
+            ReplicaGroup(
+                numbers, size, device, _estimate_homogeneous(estimate, size, count, device)
+            )
+        )
+    return groups
 
 
-def _alone(made: Estimate, size: int, count: int, device: Device | None) -> Estimate:
-    """The estimate as if all replicas were as these."""
-    args = copy(made.args)
+def _estimate_homogeneous(
+    estimate: Estimate, size: int, count: int, device: DeviceSpec | None
+) -> Estimate:
+    """Return the estimate for a job in which all replicas are identical to these."""
+    args = copy(estimate.args)
     args.shares, args.micro_batch_size, args.num_microbatches = None, size, count
-    known = None if device is None else device.peak
-    alike = len(set(made.replicas)) == 1
-    args.peak_tflops = peaks_of([known], args.peak_tflops, alike=alike)[0]
-    return Estimate(args, made.vocabulary, (device,) * len(made.devices))
+    known_peak = None if device is None else device.peak
+    is_homogeneous = len(set(estimate.replicas)) == 1
+    args.peak_tflops = select_peaks([known_peak], args.peak_tflops, is_homogeneous=is_homogeneous)[
+        0
+    ]
+    return Estimate(args, estimate.vocabulary, (device,) * len(estimate.devices))
 
 
-def sentences(made: Estimate) -> Iterator[str]:
-    """Of replicas that are alike what a rank takes of memory, and how long they take, and wait
-    for the slowest."""
-    found = groups(made)
-    times = [None if group.each.timed is None else group.each.timed.seconds for group in found]
-    known = [time for time in times if time is not None]
-    longest = max(known) if len(known) == len(times) else None
-    for group, time in zip(found, times, strict=True):
+def describe_replicas(estimate: Estimate) -> Iterator[str]:
+    """Describe the memory, duration and idle time of each group of replicas."""
+    groups = group_replicas(estimate)
+    times = [
+        None if group.estimate.step_time is None else group.estimate.step_time.seconds
+        for group in groups
+    ]
+    known_times = [time for time in times if time is not None]
+    longest = max(known_times) if len(known_times) == len(times) else None
+    for group, time in zip(groups, times, strict=True):
         waits = ""
         if longest is not None and time is not None:
-            waits = f"; its share of a step takes {shown(time)}, idle {1 - time / longest:.0%}"
-        for index, stage in enumerate(group.each.forecast.stages):
-            where = f", stage {index}" * (len(made.devices) > 1)
-            yield f"{group.name}{where}: a rank takes {memory_text(stage.memory)}{waits}"
+            waits = (
+                f"; its share of a step takes {format_seconds(time)}, idle {1 - time / longest:.0%}"
+            )
+        for index, stage in enumerate(group.estimate.forecast.stages):
+            where = f", stage {index}" * (len(estimate.devices) > 1)
+            yield f"{group.name}{where}: a rank takes {format_memory(stage.memory)}{waits}"
     if longest is None:
-        kinds = [None if group.device is None else group.device.kind for group in found]
-        peaks = [group.each.peaks[0] for group in found]
-        why = unknown(kinds, peaks, sixteen_bit=bool(made.args.bf16))
-        yield f"how long replicas compute and wait is not known: {why}"
+        kinds = [None if group.device is None else group.device.kind for group in groups]
+        peaks = [group.estimate.peaks[0] for group in groups]
+        reason = explain_unknown_time(kinds, peaks, sixteen_bit=bool(estimate.args.bf16))
+        yield f"how long replicas compute and wait is not known: {reason}"
     else:
-        by = next(group.each.timed.by for group in found if group.each.timed is not None)
-        mean = sum(t * len(g.numbers) for t, g in zip(known, found, strict=True))
-        mean /= found[-1].numbers.stop
+        basis = next(
+            group.estimate.step_time.basis
+            for group in groups
+            if group.estimate.step_time is not None
+        )
+        mean = sum(t * len(g.numbers) for t, g in zip(known_times, groups, strict=True))
+        mean /= groups[-1].numbers.stop
         yield (
-            f"a step takes {longest:.3g} s, {by}; the slowest replica {longest / mean - 1:.0%} "
+            f"a step takes {longest:.3g} s, {basis}; the slowest replica {longest / mean - 1:.0%} "
             "longer than replicas on average"
         )
 
 
-def records(made: Estimate) -> Iterator[dict[str, Any]]:
-    """The same for programs: bytes, and seconds of a replica's share of a step."""
-    for group in groups(made):
-        timed = group.each.timed
+def replica_records(estimate: Estimate) -> Iterator[dict[str, Any]]:
+    """Return the same as plain data, with memory in bytes and the duration of a replica's share of
+    a step in seconds.
+    """
+    for group in group_replicas(estimate):
+        step_time = group.estimate.step_time
         yield {
             "replicas": list(group.numbers),
             "device": None if group.device is None else group.device.kind,
-            "micro_batches": group.each.args.num_microbatches,
+            "micro_batches": group.estimate.args.num_microbatches,
             "micro_batch_size": group.size,
-            "memory": [stage.memory.all for stage in group.each.forecast.stages],
-            "seconds": timed and timed.seconds,
+            "memory": [stage.memory.total for stage in group.estimate.forecast.stages],
+            "seconds": step_time and step_time.seconds,
         }
 
 
-def too_much(made: Estimate) -> Iterator[str]:
-    """A sentence of replicas that do not fit their devices, and what would."""
-    for group in groups(made):
-        if group.device is None or not any(group.each.over):
+def describe_excess(estimate: Estimate) -> Iterator[str]:
+    """Describe each group of replicas that does not fit its devices, and a remedy."""
+    for group in group_replicas(estimate):
+        if group.device is None or not any(group.estimate.excess_bytes):
             continue
-        fullest = max(group.each.forecast.stages, key=lambda stage: stage.memory.all)
+        fullest = max(group.estimate.forecast.stages, key=lambda stage: stage.memory.total)
         yield (
-            f"{group.name} does not fit: {memory_text(fullest.memory)} a rank, a "
-            f"{group.device.kind} has {group.device.memory:.0f} GiB; {_smaller(group)}"
+            f"{group.name} does not fit: {format_memory(fullest.memory)} a rank, a "
+            f"{group.device.kind} has {group.device.memory:.0f} GiB; {_suggest_smaller(group)}"
         )
 
 
-def _smaller(group: Alike) -> str:
-    count = group.each.args.num_microbatches
+def _suggest_smaller(group: ReplicaGroup) -> str:
+    count = group.estimate.args.num_microbatches
     for size in range(group.size - 1, 0, -1):
-        if not any(_alone(group.each, size, count, group.device).over):
+        if not any(_estimate_homogeneous(group.estimate, size, count, group.device).excess_bytes):
             return f"micro-batches of {size} would"
-    none = "micro-batches of 1 neither: " * (group.size > 1)
-    return f"{none}it takes tensor parallelism, or recomputation"
+    prefix = "micro-batches of 1 neither: " * (group.size > 1)
+    return f"{prefix}it takes tensor parallelism, or recomputation"

@@ -1,4 +1,4 @@
-"""How an estimate looks."""
+"""Presentation of an estimate as tables or JSON."""
 
 from __future__ import annotations
 
@@ -11,40 +11,46 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from flagscale.estimate import replicas
-from flagscale.estimate.forecast import Stage
-from flagscale.estimate.notes import does_not_fit, unknown
-from flagscale.estimate.plan import GIB, Device, Estimate
-from flagscale.estimate.step_time import Timed
+from flagscale.estimate.forecast import StageForecast
+from flagscale.estimate.notes import describe_excess, explain_unknown_time
+from flagscale.estimate.plan import GIB, DeviceSpec, Estimate
+from flagscale.estimate.step_time import StepTime
 
 _PARTS = {
     "weights": "weights",
     "gradients": "grads",
     "optimizer": "optimizer",
     "activations": "activations",
-    "moment": "moment",
+    "transient": "transient",
 }
 
 
-def report(made: Estimate) -> RenderableType:
-    """Memory and work of each stage, and what a step takes."""
-    return Group(_table(made), *_below(made))
+def render_estimate(estimate: Estimate) -> RenderableType:
+    """Return a table with memory and load of each stage, and lines about the step."""
+    return Group(_build_table(estimate), *_iter_lines(estimate))
 
 
-def _table(made: Estimate) -> Table:
+def _build_table(estimate: Estimate) -> Table:
     table = Table(title="a rank of each stage, in GiB", title_justify="left", box=box.SIMPLE_HEAD)
     headings = ("stage", "layers", "ranks", *_PARTS.values(), "in all", "device", "work")
-    for heading in (*headings, *(("busy, s", "idle") if made.timed else ())):
+    for heading in (*headings, *(("busy, s", "idle") if estimate.step_time else ())):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
-    rows = zip(made.forecast.stages, made.devices, made.forecast.shares, made.over, strict=True)
-    for (stage, device, share, over), times in zip(rows, _times(made), strict=True):
+    rows = zip(
+        estimate.forecast.stages,
+        estimate.devices,
+        estimate.forecast.relative_flops,
+        estimate.excess_bytes,
+        strict=True,
+    )
+    for (stage, device, share, over), times in zip(rows, _stage_times(estimate), strict=True):
         parts = asdict(stage.memory)
         table.add_row(
             stage.name.removeprefix("stage "),
-            _layers(stage),
+            _format_layers(stage),
             str(stage.ranks),
             *(f"{parts[part] / GIB:.1f}" for part in _PARTS),
-            f"{stage.memory.all / GIB:.1f}",
-            _has(device),
+            f"{stage.memory.total / GIB:.1f}",
+            _format_device(device),
             f"{share:.2f}",
             *times,
             style="red" if over else None,
@@ -52,86 +58,100 @@ def _table(made: Estimate) -> Table:
     return table
 
 
-def _times(made: Estimate) -> list[tuple[str, ...]]:
-    """Of each stage how long it computes in a step, and its share of waiting."""
-    if made.timed is None:
-        return [()] * len(made.devices)
-    pairs = zip(made.timed.busy, made.timed.idle, strict=True)
+def _stage_times(estimate: Estimate) -> list[tuple[str, ...]]:
+    """Return for each stage the seconds of computation in a step and the idle fraction."""
+    if estimate.step_time is None:
+        return [()] * len(estimate.devices)
+    pairs = zip(estimate.step_time.busy, estimate.step_time.idle, strict=True)
     return [(f"{busy:.3g}", f"{idle:.0%}") for busy, idle in pairs]
 
 
-def _layers(stage: Stage) -> str:
-    again = stage.recomputed * len(stage.work)
-    return f"{stage.layers}, {again} recomputed" if again else str(stage.layers)
+def _format_layers(stage: StageForecast) -> str:
+    recomputed = stage.recomputed_layers * len(stage.flops)
+    return f"{stage.layers}, {recomputed} recomputed" if recomputed else str(stage.layers)
 
 
-def _has(device: Device | None) -> str:
+def _format_device(device: DeviceSpec | None) -> str:
     if device is None:
         return "not known"
     return device.kind if device.memory is None else f"{device.kind} {device.memory:.0f}"
 
 
-def _below(made: Estimate) -> Iterator[str]:
-    args, step = made.args, made.forecast
+def _iter_lines(estimate: Estimate) -> Iterator[str]:
+    args, forecast = estimate.args, estimate.forecast
     tokens = args.global_batch_size * args.seq_length
     yield (
-        "grads, optimizer: in fp32; activations: of micro-batches under way; moment: within one "
+        "grads, optimizer: in fp32; activations: of micro-batches under way; transient: within one "
         "pass, the logits among it; work: arithmetic, relative to the busiest stage's"
     )
     yield (
-        f"a step: {args.global_batch_size} x {args.seq_length} tokens in {step.micro_batches} "
-        f"micro-batches, {step.work / 1e15:,.3g} PFLOP"
+        f"a step: {args.global_batch_size} x {args.seq_length} tokens in {forecast.micro_batches} "
+        f"micro-batches, {forecast.flops_per_step / 1e15:,.3g} PFLOP"
     )
-    if made.timed is not None:
-        yield _speed(made.timed, tokens, sum(stage.ranks for stage in step.stages))
-    elif made.replicas:
+    if estimate.step_time is not None:
+        yield _format_speed(
+            estimate.step_time, tokens, sum(stage.ranks for stage in forecast.stages)
+        )
+    elif estimate.replicas:
         yield "the table is of the replicas with the largest micro-batches"
-        yield from replicas.sentences(made)
+        yield from replicas.describe_replicas(estimate)
     else:
-        yield f"its time is not known: {unknown(made)}"
-    if not made.vocabulary:
+        yield f"its time is not known: {explain_unknown_time(estimate)}"
+    if not estimate.vocabulary:
         yield "without embedding and head: vocab_size is not given, and no tokenizer.json is here"
-    yield from does_not_fit(made)
+    yield from describe_excess(estimate)
 
 
-def _speed(timed: Timed, tokens: int, ranks: int) -> str:
-    seconds = timed.seconds
+def _format_speed(step_time: StepTime, tokens: int, ranks: int) -> str:
+    seconds = step_time.seconds
     text = (
         f"it takes about {seconds:.3g} s, {tokens / seconds:,.0f} tokens/s, "
-        f"{tokens / seconds / ranks:,.0f} a rank: {timed.by}"
+        f"{tokens / seconds / ranks:,.0f} a rank: {step_time.basis}"
     )
-    if len(timed.busy) > 1:
-        text += f"; the busiest stage computes {timed.imbalance:.0%} longer than stages on average"
+    if len(step_time.busy) > 1:
+        text += (
+            f"; the busiest stage computes {step_time.imbalance:.0%} longer than stages on average"
+        )
     return text
 
 
-def as_json(made: Estimate) -> dict[str, Any]:
-    """The same for programs; memory in bytes."""
+def to_json(estimate: Estimate) -> dict[str, Any]:
+    """Return the estimate as plain data, with memory in bytes."""
     stages = [
         {
             "name": stage.name,
             "layers": stage.layers,
             "ranks": stage.ranks,
-            "memory": {**asdict(stage.memory), "all": stage.memory.all},
+            "memory": {
+                **asdict(stage.memory),
+                "moment": stage.memory.transient,  # former name of "transient"
+                "all": stage.memory.total,
+            },
             "device": None if device is None else asdict(device),
             "over": over,
             "arithmetic": share,
         }
         for stage, device, share, over in zip(
-            made.forecast.stages, made.devices, made.forecast.shares, made.over, strict=True
+            estimate.forecast.stages,
+            estimate.devices,
+            estimate.forecast.relative_flops,
+            estimate.excess_bytes,
+            strict=True,
         )
     ]
-    timed = made.timed
-    for stage, busy, idle in zip(stages, timed.busy, timed.idle, strict=True) if timed else ():
+    step_time = estimate.step_time
+    for stage, busy, idle in (
+        zip(stages, step_time.busy, step_time.idle, strict=True) if step_time else ()
+    ):
         stage.update(seconds_busy=busy, idle=idle)
     return {
         "stages": stages,
-        "replicas": list(replicas.records(made)),
-        "vocabulary": made.vocabulary,
-        "micro_batches": made.forecast.micro_batches,
-        "flops_per_step": made.forecast.work,
-        "seconds_per_step": timed and timed.seconds,
-        "imbalance": timed and timed.imbalance,
-        "known_by": timed and timed.by,
-        "does_not_fit": list(does_not_fit(made)),
+        "replicas": list(replicas.replica_records(estimate)),
+        "vocabulary": estimate.vocabulary,
+        "micro_batches": estimate.forecast.micro_batches,
+        "flops_per_step": estimate.forecast.flops_per_step,
+        "seconds_per_step": step_time and step_time.seconds,
+        "imbalance": step_time and step_time.imbalance,
+        "known_by": step_time and step_time.basis,
+        "does_not_fit": list(describe_excess(estimate)),
     }

@@ -1,7 +1,7 @@
-"""Which stage should hold how many layers, when stages are not equally fast.
+"""Search for the number of layers of each pipeline stage if stages are not equally fast.
 
-Every split is judged by playing a step of it. Where there are too many to play them all, the search
-goes from good ones to better ones by taking layers from one stage to another.
+Each split is evaluated by simulating a step. If there are too many splits, a local search moves
+layers between stages.
 """
 
 from __future__ import annotations
@@ -13,57 +13,60 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from flagscale.config.arguments.meshes import Meshes, Stage
-from flagscale.estimate.arithmetic import mixtures
-from flagscale.estimate.costs import DENSE, MIXTURE, Cost, Costs
-from flagscale.estimate.pipeline import Passes, play, warm_up
-from flagscale.estimate.step_time import shown
+from flagscale.config.arguments.hetero.meshes import Meshes, Stage
+from flagscale.estimate.arithmetic import moe_layer_flags
+from flagscale.estimate.costs import DENSE, MIXTURE, PartCost, RankCosts
+from flagscale.estimate.pipeline import StagePassTimes, count_warmup_passes, simulate_step
+from flagscale.estimate.step_time import format_seconds
 
 _GIB = 2**30
-_EXHAUSTIVE = 4000
-"""As many splits are all judged."""
+_MAX_EXHAUSTIVE = 4000
+"""Maximum number of splits for an exhaustive search."""
 
-Layers = tuple[int, ...]
-"""Of each stage."""
+LayerCounts = tuple[int, ...]
+"""Number of layers of each stage."""
 
-_Rank = Callable[[Layers], tuple[float, float]]
+_SortKey = Callable[[LayerCounts], tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Step:
-    """What a step of a split takes. ``memory``: bytes of a rank of each stage; ``over``: how many
-    bytes the fullest of them has too much."""
+class SplitStep:
+    """Simulated step of a split.
+
+    ``busy`` are the seconds in which each stage computes, ``memory`` the bytes of a rank of each
+    stage, and ``over`` the largest excess over a device's memory in bytes.
+    """
 
     seconds: float
     busy: tuple[float, ...]
     memory: tuple[float, ...]
-    over: float
+    excess_bytes: float
 
     @property
-    def rank(self) -> tuple[float, float]:
-        """Less is better: what does not fit is worse than whatever fits."""
-        return self.over, self.seconds
+    def sort_key(self) -> tuple[float, float]:
+        """Sort key, lower is better: any split that fits precedes those that do not."""
+        return self.excess_bytes, self.seconds
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Share of the step in which each stage waits."""
+        """Fraction of the step in which each stage waits."""
         return tuple(1.0 - busy / self.seconds for busy in self.busy)
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What is to be split.
+class SplitProblem:
+    """Parameters of the search.
 
     Args:
-        meshes: all meshes; their layers do not matter.
-        costs: of a rank of each mesh.
+        meshes: all meshes; their numbers of layers are ignored.
+        costs: costs of a rank of each mesh.
         kinds: the kind of each layer of the model, in order.
-        micro_batches: of a step.
-        empty_first: the first stage holds the embedding alone.
+        micro_batches: number per step.
+        empty_first: True if the first stage contains only the embedding.
     """
 
     meshes: Meshes
-    costs: tuple[Costs, ...]
+    costs: tuple[RankCosts, ...]
     kinds: tuple[str, ...]
     micro_batches: int
     empty_first: bool = False
@@ -73,174 +76,188 @@ class Problem:
         return self.meshes.stages
 
     @cached_property
-    def _counted(self) -> Mapping[str, Layers]:
-        """How many layers of a kind come before each."""
+    def _preceding_counts(self) -> Mapping[str, LayerCounts]:
+        """Number of layers of a kind that precede each layer."""
         return {
             kind: tuple(itertools.accumulate((k == kind for k in self.kinds), initial=0))
             for kind in set(self.kinds)
         }
 
-    def parts(self, layers: Layers) -> list[list[Cost]]:
-        """What each model chunk of each stage costs."""
-        made: list[list[Cost]] = [[] for _ in layers]
+    def chunk_costs(self, layers: LayerCounts) -> list[list[PartCost]]:
+        """Return the cost of each model chunk of each stage."""
+        chunk_costs: list[list[PartCost]] = [[] for _ in layers]
         first, chunks = 0, self.meshes.chunks
         for chunk, index in itertools.product(range(chunks), range(len(layers))):
             costs = self.costs[self.stages[index].mesh_index]
             last = first + layers[index] // chunks
-            part = Cost()
-            for kind, before in self._counted.items():
-                part += costs.layers[kind].times(before[last] - before[first])
+            cost = PartCost()
+            for kind, before in self._preceding_counts.items():
+                cost += costs.layers[kind].scale(before[last] - before[first])
             if index == 0 and chunk == 0:
-                part += costs.embedding
+                cost += costs.embedding
             if index == len(layers) - 1 and chunk == chunks - 1:
-                part += costs.head
-            made[index].append(part)
+                cost += costs.head
+            chunk_costs[index].append(cost)
             first = last
-        return made
+        return chunk_costs
 
-    def step(self, layers: Layers) -> Step:
-        """What a step of a split takes."""
-        parts = self.parts(layers)
+    def simulate_step(self, layers: LayerCounts) -> SplitStep:
+        """Simulate a step of a split."""
+        parts = self.chunk_costs(layers)
         passes = [
-            Passes(tuple(p.forward for p in chunks), tuple(p.backward for p in chunks))
+            StagePassTimes(
+                tuple(p.forward_seconds for p in chunks), tuple(p.backward_seconds for p in chunks)
+            )
             for chunks in parts
         ]
-        played = play(passes, self.micro_batches, eager=self.meshes.eager)
-        after = [sum(part.after for part in chunks) for chunks in parts]
-        memory = tuple(self._memory(index, chunks) for index, chunks in enumerate(parts))
+        simulated = simulate_step(passes, self.micro_batches, eager=self.meshes.eager)
+        after = [sum(part.step_seconds for part in chunks) for chunks in parts]
+        memory = tuple(self._rank_memory(index, chunks) for index, chunks in enumerate(parts))
         limits = [self.costs[stage.mesh_index].memory for stage in self.stages]
         over = max(
             (m - limit for m, limit in zip(memory, limits, strict=True) if limit is not None),
             default=0.0,
         )
-        busy = tuple(b + a for b, a in zip(played.busy, after, strict=True))
-        return Step(played.seconds + max(after), busy, memory, max(over, 0.0))
+        busy = tuple(b + a for b, a in zip(simulated.busy, after, strict=True))
+        return SplitStep(simulated.seconds + max(after), busy, memory, max(over, 0.0))
 
-    def _memory(self, index: int, chunks: Sequence[Cost]) -> float:
-        """Bytes of a rank: of its chunks, and of the micro-batches whose backward passes are to
-        come when the most are."""
+    def _rank_memory(self, index: int, chunks: Sequence[PartCost]) -> float:
+        """Return the bytes of a rank: static memory of its chunks, and activations of micro-batches
+        in flight.
+        """
         count = self.meshes.chunks
-        most = warm_up(len(self.stages), index, count, eager=self.meshes.eager) + 1
-        under_way = min(most, self.micro_batches * count)
-        held = sum(chunk.held for chunk in chunks)
-        return held + under_way * sum(chunk.kept for chunk in chunks) / count
+        max_in_flight = (
+            count_warmup_passes(len(self.stages), index, count, eager=self.meshes.eager) + 1
+        )
+        in_flight = min(max_in_flight, self.micro_batches * count)
+        static = sum(chunk.static_bytes for chunk in chunks)
+        return static + in_flight * sum(chunk.activation_bytes for chunk in chunks) / count
 
-    def even(self) -> Layers:
-        """As many layers in each stage, as far as they divide."""
+    def even_split(self) -> LayerCounts:
+        """Return the split with the same number of layers in each stage, up to one unit."""
         units = len(self.kinds) // self.meshes.chunks
-        held = len(self.stages) - self.empty_first
-        each, more = divmod(units, held)
-        counts = [each + (i < more) for i in range(held)]
+        stages = len(self.stages) - self.empty_first
+        each, remainder = divmod(units, stages)
+        counts = [each + (i < remainder) for i in range(stages)]
         return tuple(c * self.meshes.chunks for c in [0] * self.empty_first + counts)
 
 
-def kinds_of(args: Any) -> tuple[str, ...]:
-    """The kind of each layer of a model, from its resolved arguments."""
-    return tuple(MIXTURE if mixture else DENSE for mixture in mixtures(args))
+def layer_kinds(args: Any) -> tuple[str, ...]:
+    """Return the kind of each layer of a model from its resolved arguments."""
+    return tuple(MIXTURE if mixture else DENSE for mixture in moe_layer_flags(args))
 
 
-def reasons(problem: Problem, layers: Layers) -> Iterator[str]:
-    """Why a split, in lines: what a step takes, and what it would with as many layers in each."""
-    step, even = problem.step(layers), problem.even()
-    text = f"layers {_text(layers)}: by measured times a step takes {shown(step.seconds)}"
-    if even != layers:
-        other = problem.step(even)
-        more = other.seconds / step.seconds - 1
-        text += f"; with {_text(even)} {shown(other.seconds)}, {more:+.0%}"
-        text += " and more memory than there is" * (other.over > 0)
+def explain_split(problem: SplitProblem, layers: LayerCounts) -> Iterator[str]:
+    """Describe a split: the step's duration, compared with an even split, and each stage's part of
+    it.
+    """
+    step, even_layers = problem.simulate_step(layers), problem.even_split()
+    text = f"layers {_format_layers(layers)}: by measured times a step takes "
+    text += format_seconds(step.seconds)
+    if even_layers != layers:
+        even_step = problem.simulate_step(even_layers)
+        excess = even_step.seconds / step.seconds - 1
+        duration = format_seconds(even_step.seconds)
+        text += f"; with {_format_layers(even_layers)} {duration}, {excess:+.0%}"
+        text += " and more memory than there is" * (even_step.excess_bytes > 0)
     yield text
     for stage, busy, idle, memory in zip(
         problem.stages, step.busy, step.idle, step.memory, strict=True
     ):
         costs = problem.costs[stage.mesh_index]
-        each = ", ".join(
-            f"{kind} {shown(cost.both)}" for kind, cost in sorted(costs.layers.items())
+        layer_times = ", ".join(
+            f"{kind} {format_seconds(cost.pass_seconds)}"
+            for kind, cost in sorted(costs.layers.items())
         )
         text = (
-            f"stage {stage.index} ({stage.mesh.named()}): a layer takes a micro-batch {each}; "
-            f"{layers[stage.index]} of them keep it busy for {shown(busy)}, idle {idle:.0%}"
+            f"stage {stage.index} ({stage.mesh.named()}): a layer takes a micro-batch "
+            f"{layer_times}; {layers[stage.index]} of them keep it busy for "
+            f"{format_seconds(busy)}, idle {idle:.0%}"
         )
         if costs.memory is not None:
             text += f", {memory / _GIB:.1f} of {costs.memory / _GIB:.1f} GiB"
         yield text
-    if step.over:
+    if step.excess_bytes:
         yield (
-            f"no split fits: this one takes {step.over / _GIB:.1f} GiB more than a device of one "
-            "stage has"
+            f"no split fits: this one takes {step.excess_bytes / _GIB:.1f} GiB more than a device "
+            "of one stage has"
         )
 
 
-def _text(layers: Layers) -> str:
+def _format_layers(layers: LayerCounts) -> str:
     return "+".join(map(str, layers))
 
 
-def best(problem: Problem) -> Layers:
-    """The split whose step is shortest of those that fit; of none that fits, the one that is over
-    by the least."""
-    judged: dict[Layers, tuple[float, float]] = {}
+def find_best_split(problem: SplitProblem) -> LayerCounts:
+    """Return the split with the shortest step among those that fit, or else the one with the least
+    excess.
+    """
+    sort_keys: dict[LayerCounts, tuple[float, float]] = {}
 
-    def rank(layers: Layers) -> tuple[float, float]:
-        if layers not in judged:
-            judged[layers] = problem.step(layers).rank
-        return judged[layers]
+    def sort_key(layers: LayerCounts) -> tuple[float, float]:
+        if layers not in sort_keys:
+            sort_keys[layers] = problem.simulate_step(layers).sort_key
+        return sort_keys[layers]
 
-    held, units = len(problem.stages) - problem.empty_first, _units(problem)
-    if math.comb(units - 1, held - 1) <= _EXHAUSTIVE:
-        return min(_every(problem), key=rank)
-    starts = {problem.even(), _proportional(problem)}
-    return min((_improved(start, problem, rank) for start in starts), key=rank)
+    stages, units = len(problem.stages) - problem.empty_first, _count_units(problem)
+    if math.comb(units - 1, stages - 1) <= _MAX_EXHAUSTIVE:
+        return min(_enumerate_splits(problem), key=sort_key)
+    starts = {problem.even_split(), _proportional_split(problem)}
+    return min((_improve_split(start, problem, sort_key) for start in starts), key=sort_key)
 
 
-def _units(problem: Problem) -> int:
-    """What is shared out: layers, or as many at once as a stage has chunks."""
+def _count_units(problem: SplitProblem) -> int:
+    """Return the number of units to distribute: one layer per chunk of a stage each."""
     return len(problem.kinds) // problem.meshes.chunks
 
 
-def _every(problem: Problem) -> Iterator[Layers]:
-    units, held = _units(problem), len(problem.stages) - problem.empty_first
-    for cuts in itertools.combinations(range(1, units), held - 1):
+def _enumerate_splits(problem: SplitProblem) -> Iterator[LayerCounts]:
+    units, stages = _count_units(problem), len(problem.stages) - problem.empty_first
+    for cuts in itertools.combinations(range(1, units), stages - 1):
         edges = (0, *cuts, units)
-        yield _layers(problem, [b - a for a, b in itertools.pairwise(edges)])
+        yield _to_layer_counts(problem, [b - a for a, b in itertools.pairwise(edges)])
 
 
-def _layers(problem: Problem, counts: Sequence[int]) -> Layers:
-    full = [0] * problem.empty_first + list(counts)
-    return tuple(count * problem.meshes.chunks for count in full)
+def _to_layer_counts(problem: SplitProblem, counts: Sequence[int]) -> LayerCounts:
+    units = [0] * problem.empty_first + list(counts)
+    return tuple(count * problem.meshes.chunks for count in units)
 
 
-def _proportional(problem: Problem) -> Layers:
-    """One after another, units go where the stage is done first with one more."""
+def _proportional_split(problem: SplitProblem) -> LayerCounts:
+    """Return the split that assigns each unit to the stage that would finish it first."""
     first = int(problem.empty_first)
     stages = problem.stages[first:]
     kind = max(set(problem.kinds), key=problem.kinds.count)
-    each = [problem.costs[stage.mesh_index].layers[kind].both for stage in stages]
-    ends = [0.0] * len(stages)
-    ends[0] += 0.0 if first else problem.costs[0].embedding.both
-    ends[-1] += problem.costs[-1].head.both
+    seconds_per_unit = [
+        problem.costs[stage.mesh_index].layers[kind].pass_seconds for stage in stages
+    ]
+    fixed_seconds = [0.0] * len(stages)
+    fixed_seconds[0] += 0.0 if first else problem.costs[0].embedding.pass_seconds
+    fixed_seconds[-1] += problem.costs[-1].head.pass_seconds
     counts = [1] * len(stages)
-    for _ in range(_units(problem) - len(stages)):
-        done = [
-            end + (count + 1) * one * problem.meshes.chunks
-            for end, count, one in zip(ends, counts, each, strict=True)
+    for _ in range(_count_units(problem) - len(stages)):
+        finish_times = [
+            end + (count + 1) * seconds * problem.meshes.chunks
+            for end, count, seconds in zip(fixed_seconds, counts, seconds_per_unit, strict=True)
         ]
-        counts[done.index(min(done))] += 1
-    return _layers(problem, counts)
+        counts[finish_times.index(min(finish_times))] += 1
+    return _to_layer_counts(problem, counts)
 
 
-def _improved(layers: Layers, problem: Problem, rank: _Rank) -> Layers:
+def _improve_split(layers: LayerCounts, problem: SplitProblem, sort_key: _SortKey) -> LayerCounts:
     while True:
-        nearer = min(_neighbours(layers, problem), key=rank, default=layers)
-        if rank(nearer) >= rank(layers):
+        candidate = min(_neighbouring_splits(layers, problem), key=sort_key, default=layers)
+        if sort_key(candidate) >= sort_key(layers):
             return layers
-        layers = nearer
+        layers = candidate
 
 
-def _neighbours(layers: Layers, problem: Problem) -> Iterator[Layers]:
-    """A unit taken from one stage to another."""
+def _neighbouring_splits(layers: LayerCounts, problem: SplitProblem) -> Iterator[LayerCounts]:
+    """Yield the splits that differ by one unit moved from one stage to another."""
     first, unit = int(problem.empty_first), problem.meshes.chunks
-    for giver, taker in itertools.permutations(range(first, len(layers)), 2):
-        if layers[giver] > unit:
-            made = list(layers)
-            made[giver] -= unit
-            made[taker] += unit
-            yield tuple(made)
+    for source, target in itertools.permutations(range(first, len(layers)), 2):
+        if layers[source] > unit:
+            moved = list(layers)
+            moved[source] -= unit
+            moved[target] += unit
+            yield tuple(moved)

@@ -1,4 +1,4 @@
-"""How long a step is, and how long each stage computes in it."""
+"""Estimated duration of a step, and of each stage's computation in it."""
 
 from __future__ import annotations
 
@@ -8,60 +8,76 @@ from statistics import fmean
 
 
 @dataclass(frozen=True)
-class Timed:
-    """Seconds of a step, those in which each stage computes, and what they are known by."""
+class StepTime:
+    """Estimated duration of a step.
+
+    ``seconds`` is the step's duration, ``busy`` the seconds in which each stage computes, and
+    ``basis`` the basis of the estimate, for messages.
+    """
 
     seconds: float
     busy: tuple[float, ...]
-    by: str
+    basis: str
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Share of the step in which each stage waits."""
+        """Fraction of the step in which each stage waits."""
         return tuple(1.0 - busy / self.seconds for busy in self.busy)
 
     @property
     def imbalance(self) -> float:
-        """By how much the busiest stage computes longer than stages do on average: what a better
-        split of the layers could take from a step of many micro-batches at most."""
+        """Relative excess of the busiest stage over the mean.
+
+        It is an upper bound of the time that a better split of layers can save in a step of many
+        micro-batches.
+        """
         return max(self.busy) / fmean(self.busy) - 1.0
 
 
-def peaks_of(
-    known: Sequence[float | None], given: float | None, *, alike: bool
+def select_peaks(
+    known_peaks: Sequence[float | None], configured_peak: float | None, *, is_homogeneous: bool
 ) -> list[float | None]:
-    """The peak of each stage's devices. What the YAML gives (``peak_tflops``) counts before what is
-    known where all devices are alike; of unlike ones it is that of those that nobody knows."""
-    return [given or peak if alike else peak or given for peak in known]
+    """Return the peak TFLOP/s of each stage's devices.
+
+    If all devices are of one type, the user's ``peak_tflops`` takes precedence over known peaks;
+    in a heterogeneous job it applies to devices whose peak is unknown.
+    """
+    return [
+        configured_peak or peak if is_homogeneous else peak or configured_peak
+        for peak in known_peaks
+    ]
 
 
-def unknown(
+def explain_unknown_time(
     kinds: Sequence[str | None], peaks: Sequence[float | None], *, sixteen_bit: bool
 ) -> str:
-    """Why nobody can tell how long a step takes."""
+    """Return the reason why the duration of a step cannot be estimated."""
     if not sixteen_bit:
         return "what share of a device's peak is reached was measured with bf16: true alone"
-    lacking = dict.fromkeys(k for k, p in zip(kinds, peaks, strict=True) if not p)
-    names = [kind for kind in lacking if kind is not None]
-    of = f"of type={' and '.join(names)}" if names else "without type= in a hostfile"
-    return f"no peak is known {of}, and train.system.peak_tflops gives none"
+    kinds_without_peak = dict.fromkeys(k for k, p in zip(kinds, peaks, strict=True) if not p)
+    names = [kind for kind in kinds_without_peak if kind is not None]
+    scope = f"of type={' and '.join(names)}" if names else "without type= in a hostfile"
+    return f"no peak is known {scope}, and train.system.peak_tflops gives none"
 
 
-def sentences(timed: Timed | None, why: str) -> Iterator[str]:
-    """A step's time and each stage's part of it; ``why`` it is not known where it is not."""
-    if timed is None:
-        yield f"how long stages compute and wait is not known: {why}"
+def describe_step_time(step_time: StepTime | None, reason: str) -> Iterator[str]:
+    """Describe the duration of a step and of each stage's computation, or the reason why it is
+    unknown.
+    """
+    if step_time is None:
+        yield f"how long stages compute and wait is not known: {reason}"
         return
-    yield f"a step takes {timed.seconds:.3g} s, {timed.by}"
-    each = ", ".join(
-        f"stage {index} for {shown(busy)} of it (idle {idle:.0%})"
-        for index, (busy, idle) in enumerate(zip(timed.busy, timed.idle, strict=True))
+    yield f"a step takes {step_time.seconds:.3g} s, {step_time.basis}"
+    stage_texts = ", ".join(
+        f"stage {index} for {format_seconds(busy)} of it (idle {idle:.0%})"
+        for index, (busy, idle) in enumerate(zip(step_time.busy, step_time.idle, strict=True))
     )
     yield (
-        f"computing: {each}; the busiest stage {timed.imbalance:.0%} longer than stages on average"
+        f"computing: {stage_texts}; the busiest stage {step_time.imbalance:.0%} longer than "
+        "stages on average"
     )
 
 
-def shown(seconds: float) -> str:
-    """Such as ``1.24 s``, ``31.5 ms``."""
+def format_seconds(seconds: float) -> str:
+    """Format a duration, such as ``1.24 s`` or ``31.5 ms``."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

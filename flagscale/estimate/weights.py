@@ -1,6 +1,6 @@
-"""How many weights a rank holds of each part of the model.
+"""Number of weights that a rank holds, by part of the model.
 
-``args`` are a rank's resolved arguments, with its own parallel sizes, throughout.
+``args`` are a rank's resolved arguments with its own parallel sizes throughout.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from flagscale.config.arguments.adapters import (
+from flagscale.config.arguments.rules.adapters import (
     FC1,
     FC2,
     KV_DOWN,
@@ -22,133 +22,142 @@ from flagscale.config.arguments.adapters import (
 )
 from flagscale.estimate import arithmetic
 from flagscale.estimate.arithmetic import (
-    dense_weights,
-    further_weights,
-    mixtures,
-    mlp_matrices,
-    transformer,
+    dense_mlp_weights,
+    get_transformer,
+    mlp_matrix_count,
+    moe_layer_flags,
+    mtp_projection_weights,
 )
-from flagscale.estimate.attention import head_width, norm_widths, projections
+from flagscale.estimate.attention import head_dim, projection_weights, qk_norm_size
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Numbers of weights: those whose gradients data-parallel ranks share, and experts', whose
-    gradients fewer ranks share."""
+class WeightCount:
+    """Number of weights by the group that reduces their gradients.
+
+    ``shared`` weights are reduced over all data-parallel ranks, ``experts`` over fewer.
+    """
 
     shared: int = 0
     experts: int = 0
 
-    def __add__(self, other: Weights) -> Weights:
-        return Weights(self.shared + other.shared, self.experts + other.experts)
+    def __add__(self, other: WeightCount) -> WeightCount:
+        return WeightCount(self.shared + other.shared, self.experts + other.experts)
 
-    def __mul__(self, count: int) -> Weights:
-        return Weights(self.shared * count, self.experts * count)
+    def __mul__(self, count: int) -> WeightCount:
+        return WeightCount(self.shared * count, self.experts * count)
 
     @property
     def all(self) -> int:
         return self.shared + self.experts
 
 
-def layer(args: Any, *, mixture: bool) -> Weights:
-    """Of a transformer layer."""
+def layer_weights(args: Any, *, is_moe: bool) -> WeightCount:
+    """Return the weights of a transformer layer."""
     norms = 4 if args.sandwich_norm else 2
-    shared = _attention(args) + norms * norm(args)
-    if not mixture:
+    shared = _attention_weights(args) + norms * norm_weights(args)
+    if not is_moe:
         biases = _mlp_biases(args, args.ffn_hidden_size or 4 * args.hidden_size)
         tp = args.tensor_model_parallel_size
-        return Weights(shared + dense_weights(args) // tp + biases)
+        return WeightCount(shared + dense_mlp_weights(args) // tp + biases)
     hidden, experts = args.hidden_size, args.num_moe_experts
-    wide = args.moe_ffn_hidden_size or args.ffn_hidden_size or 4 * hidden
+    ffn_size = args.moe_ffn_hidden_size or args.ffn_hidden_size or 4 * hidden
     expert_tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    here = experts // args.expert_model_parallel_size
-    one = mlp_matrices(args) * hidden * wide // expert_tp
+    local_experts = experts // args.expert_model_parallel_size
+    weights_per_expert = mlp_matrix_count(args) * hidden * ffn_size // expert_tp
     if args.add_bias_linear:
-        one += (mlp_matrices(args) - 1) * wide // expert_tp + hidden
-    beside = args.moe_shared_expert_intermediate_size or 0
+        weights_per_expert += (mlp_matrix_count(args) - 1) * ffn_size // expert_tp + hidden
+    shared_expert_size = args.moe_shared_expert_intermediate_size or 0
     shared += hidden * experts
-    shared += mlp_matrices(args) * hidden * beside // args.tensor_model_parallel_size
-    return Weights(shared, here * one)
+    shared += (
+        mlp_matrix_count(args) * hidden * shared_expert_size // args.tensor_model_parallel_size
+    )
+    return WeightCount(shared, local_experts * weights_per_expert)
 
 
-def linear(args: Any, *, mixture: bool) -> float:
-    """Of a layer's linear products on a rank, but for experts'."""
-    beside = (args.moe_shared_expert_intermediate_size or 0) * mlp_matrices(args) * args.hidden_size
-    mlp = beside if mixture else dense_weights(args)
-    return float((projections(args) + mlp) / args.tensor_model_parallel_size)
+def linear_weights(args: Any, *, is_moe: bool) -> float:
+    """Return a rank's weights of a layer's linear products without experts."""
+    shared_expert = (
+        (args.moe_shared_expert_intermediate_size or 0) * mlp_matrix_count(args) * args.hidden_size
+    )
+    mlp = shared_expert if is_moe else dense_mlp_weights(args)
+    return float((projection_weights(args) + mlp) / args.tensor_model_parallel_size)
 
 
-def experts_inward(args: Any) -> float:
-    """Of the inward product of all of a rank's experts, of one of them where they are computed one
-    after another."""
-    wide = args.moe_ffn_hidden_size or args.ffn_hidden_size or 4 * args.hidden_size
-    split = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    together = args.num_moe_experts // args.expert_model_parallel_size
-    one = (mlp_matrices(args) - 1) * wide * args.hidden_size / split
-    return float(one * (together if args.moe_grouped_gemm else 1))
+def grouped_fc1_weights(args: Any) -> float:
+    """Return the weights of the first matrix of a rank's experts that are multiplied together: of
+    all with grouped GEMM, otherwise of one.
+    """
+    ffn_size = args.moe_ffn_hidden_size or args.ffn_hidden_size or 4 * args.hidden_size
+    expert_tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    local_experts = args.num_moe_experts // args.expert_model_parallel_size
+    weights_per_expert = (mlp_matrix_count(args) - 1) * ffn_size * args.hidden_size / expert_tp
+    return float(weights_per_expert * (local_experts if args.moe_grouped_gemm else 1))
 
 
-def adapters(args: Any, targets: Collection[str]) -> Weights:
-    """Of a layer's low-rank adapters; ``targets`` are the linear layers that have some."""
+def adapter_weights(args: Any, targets: Collection[str]) -> WeightCount:
+    """Return the weights of a layer's low-rank adapters of the linear layers ``targets``."""
     hidden, tp = args.hidden_size, args.tensor_model_parallel_size
-    wide = args.ffn_hidden_size or 4 * hidden
-    # Of each: what is whole on every rank, and what they share.
-    sides = {
-        **(_latent_sides(args) if args.multi_latent_attention else _sides(args)),
-        FC1: (hidden, (mlp_matrices(args) - 1) * wide),
-        FC2: (hidden, wide),
+    ffn_size = args.ffn_hidden_size or 4 * hidden
+    # Dimensions of each adapter pair: replicated on every rank, and divided by tensor parallelism.
+    dimensions = {
+        **(
+            _latent_dimensions(args) if args.multi_latent_attention else _attention_dimensions(args)
+        ),
+        FC1: (hidden, (mlp_matrix_count(args) - 1) * ffn_size),
+        FC2: (hidden, ffn_size),
     }
-    return Weights(
+    return WeightCount(
         sum(
             args.lora_dim * (whole + shared // tp)
             for name in targets
-            for whole, shared in (sides[name],)
+            for whole, shared in (dimensions[name],)
         )
     )
 
 
-def _sides(args: Any) -> dict[str, tuple[int, int]]:
+def _attention_dimensions(args: Any) -> dict[str, tuple[int, int]]:
     hidden, heads = args.hidden_size, args.num_attention_heads
-    width = head_width(args) * heads
-    keys = head_width(args) * (args.num_query_groups or heads)
+    width = head_dim(args) * heads
+    keys = head_dim(args) * (args.num_query_groups or heads)
     return {QKV: (hidden, width + 2 * keys), PROJ: (hidden, width)}
 
 
-def _latent_sides(args: Any) -> dict[str, tuple[int, int]]:
+def _latent_dimensions(args: Any) -> dict[str, tuple[int, int]]:
     hidden, heads = args.hidden_size, args.num_attention_heads
-    queries, keys, turned = args.q_lora_rank or 0, args.kv_lora_rank, args.qk_pos_emb_head_dim
-    asked = heads * (args.qk_head_dim + turned)
+    queries, keys, rope_dim = args.q_lora_rank or 0, args.kv_lora_rank, args.qk_pos_emb_head_dim
+    query_width = heads * (args.qk_head_dim + rope_dim)
     return {
-        Q: (hidden, asked),
+        Q: (hidden, query_width),
         Q_DOWN: (hidden, queries),
-        Q_UP: (queries, asked),
-        KV_DOWN: (hidden, keys + turned),
+        Q_UP: (queries, query_width),
+        KV_DOWN: (hidden, keys + rope_dim),
         KV_UP: (keys, heads * (args.qk_head_dim + args.v_head_dim)),
         PROJ: (hidden, heads * args.v_head_dim),
     }
 
 
-def _attention(args: Any) -> int:
+def _attention_weights(args: Any) -> int:
     tp, hidden = args.tensor_model_parallel_size, args.hidden_size
-    width = head_width(args) * args.num_attention_heads
-    inward = width + 2 * head_width(args) * (args.num_query_groups or args.num_attention_heads)
-    count = projections(args) // tp
+    width = head_dim(args) * args.num_attention_heads
+    qkv_width = width + 2 * head_dim(args) * (args.num_query_groups or args.num_attention_heads)
+    count = projection_weights(args) // tp
     if args.add_bias_linear:
-        count += inward // tp + hidden
+        count += qkv_width // tp + hidden
     elif args.add_qkv_bias:
-        count += inward // tp
-    return int(count + norm_widths(args) * _norm_vectors(args))
+        count += qkv_width // tp
+    return int(count + qk_norm_size(args) * _norm_vectors(args))
 
 
-def _mlp_biases(args: Any, wide: int) -> int:
+def _mlp_biases(args: Any, ffn_size: int) -> int:
     if not args.add_bias_linear:
         return 0
-    inward = (mlp_matrices(args) - 1) * wide // args.tensor_model_parallel_size
-    return int(inward + args.hidden_size)
+    fc1_width = (mlp_matrix_count(args) - 1) * ffn_size // args.tensor_model_parallel_size
+    return int(fc1_width + args.hidden_size)
 
 
-def norm(args: Any) -> int:
-    """Of a norm over the hidden size."""
+def norm_weights(args: Any) -> int:
+    """Return the weights of a norm over the hidden size."""
     return int(args.hidden_size) * _norm_vectors(args)
 
 
@@ -156,25 +165,31 @@ def _norm_vectors(args: Any) -> int:
     return 1 if args.normalization == "RMSNorm" else 2
 
 
-def vocabulary_matrix(args: Any, vocabulary: int) -> Weights:
-    """Of the embedding of tokens, or of the output layer."""
-    return Weights(vocabulary // args.tensor_model_parallel_size * args.hidden_size)
+def embedding_weights(args: Any, vocabulary: int) -> WeightCount:
+    """Return the weights of the token embedding, or of the output layer."""
+    return WeightCount(vocabulary // args.tensor_model_parallel_size * args.hidden_size)
 
 
-def head(args: Any, vocabulary: int) -> Weights:
-    """Behind the last layer and its norm, but for the matrix of the output layer."""
-    shape, hidden = transformer(args), args.hidden_size
-    biases = vocabulary // args.tensor_model_parallel_size * shape.output_bias
-    return Weights(shape.head_layers * (hidden * hidden + hidden + norm(args)) + biases)
+def head_weights(args: Any, vocabulary: int) -> WeightCount:
+    """Return the weights behind the last layer and its norm, without the output layer's matrix."""
+    transformer_spec, hidden = get_transformer(args), args.hidden_size
+    biases = vocabulary // args.tensor_model_parallel_size * transformer_spec.output_bias
+    return WeightCount(
+        transformer_spec.head_layers * (hidden * hidden + hidden + norm_weights(args)) + biases
+    )
 
 
-def further(args: Any) -> Weights:
-    """Of the layers that predict further tokens, but for the embedding and the head."""
-    joins = Weights(further_weights(args) // args.tensor_model_parallel_size + 3 * norm(args))
-    return (layer(args, mixture=mixtures(args)[-1]) + joins) * arithmetic.further(args)
+def mtp_weights(args: Any) -> WeightCount:
+    """Return the weights of the multi-token prediction layers, without embedding and head."""
+    projections = WeightCount(
+        mtp_projection_weights(args) // args.tensor_model_parallel_size + 3 * norm_weights(args)
+    )
+    return (
+        layer_weights(args, is_moe=moe_layer_flags(args)[-1]) + projections
+    ) * arithmetic.mtp_depth(args)
 
 
-def positions(args: Any) -> Weights:
-    """Of learned positions, beside the embedding."""
+def position_weights(args: Any) -> WeightCount:
+    """Return the weights of learned position embeddings."""
     learned = args.position_embedding_type == "learned_absolute"
-    return Weights(args.max_position_embeddings * args.hidden_size * learned)
+    return WeightCount(args.max_position_embeddings * args.hidden_size * learned)

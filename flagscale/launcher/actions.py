@@ -1,4 +1,7 @@
-"""What ``action=…`` does with an experiment. Each returns the exit code of the command."""
+"""Actions that start an experiment, and the dispatch of ``query``, ``logs`` and ``stop``.
+
+Functions for commands return the exit code.
+"""
 
 from __future__ import annotations
 
@@ -10,79 +13,84 @@ from types import FrameType
 from typing import NoReturn
 
 from flagscale.cli_errors import Interrupted
-from flagscale.config.interpolation import readable
+from flagscale.config.interpolation import restore_references
 from flagscale.config.schema import Experiment, Options
 from flagscale.config.secrets import redact, redact_overrides
 from flagscale.errors import RunStateError
-from flagscale.hosts.names import compress
+from flagscale.hosts.names import compress_names
 from flagscale.launcher import logs, run_commands, runs
-from flagscale.launcher.liveness.agent_log import say
+from flagscale.launcher.liveness.agent_log import log_line
 from flagscale.launcher.planning.model import LaunchPlan
-from flagscale.launcher.runners.base import Runner, Texts, runner_for
+from flagscale.launcher.runners.base import ConfigTexts, Runner, runner_for_experiment
 from flagscale.launcher.show import places
 from flagscale.launcher.snapshot import Phase
-from flagscale.launcher.state import RunState, alive_message, latest
+from flagscale.launcher.state import RunState, alive_message, reload_state
 
-_LIVING = (Phase.PENDING, Phase.STARTING, Phase.RUNNING)
+_LIVE_PHASES = (Phase.PENDING, Phase.STARTING, Phase.RUNNING)
 
 
-def _note(text: str) -> None:
+def _print_note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def run(experiment: Experiment, options: Options) -> int:
-    """Start the run; in the background return once it is as far as ``runner.wait_for`` says, in
-    the foreground stay and return the job's code."""
+def run_experiment(experiment: Experiment, options: Options) -> int:
+    """Start the run.
+
+    In the background, return when it has reached ``runner.wait_for``. In the foreground, return the
+    job's exit code after it has ended.
+    """
     foreground = experiment.runner.foreground or options.action == "test"
     code = 0
-    with _submitted(experiment, foreground=foreground) as (runner, plan, state):
+    with _submit_run(experiment, foreground=foreground) as (runner, plan, state):
         if foreground:
-            code = _stay(runner, state)
+            code = _follow_to_end(runner, state)
         else:
-            seen = _await_start(runner, plan, state, experiment.runner.wait_for)
-            print(f"run {state.run_id} of {state.name}: {seen}")
-    print("\n".join(places.lines(plan, state)))
+            progress = _await_start(runner, plan, state, experiment.runner.wait_for)
+            print(f"run {state.run_id} of {state.name}: {progress}")
+    print("\n".join(places.format_output_paths(plan, state)))
     return code
 
 
-def launch(
+def launch_in_background(
     experiment: Experiment,
     *,
     started: Callable[[RunState], object] = lambda _state: None,
-    note: Callable[[str], object] = _note,
+    note: Callable[[str], object] = _print_note,
 ) -> RunState:
-    """Start the run in the background, as :func:`run` does, for a program. ``started`` hears of it
-    before it is waited for, ``note`` what there is to know of it."""
-    with _submitted(experiment, started=started, note=note) as (runner, plan, state):
-        seen = _await_start(runner, plan, state, experiment.runner.wait_for)
-    say(f"run {state.run_id} of {state.name}: {seen}")
+    """Start the run in the background, as :func:`run` does, for a program.
+
+    ``started`` is called with the run's state before waiting for it, ``note`` with each note.
+    """
+    with _submit_run(experiment, started=started, note=note) as (runner, plan, state):
+        progress = _await_start(runner, plan, state, experiment.runner.wait_for)
+    log_line(f"run {state.run_id} of {state.name}: {progress}")
     return state
 
 
 @contextmanager
-def _submitted(
+def _submit_run(
     experiment: Experiment,
     *,
     foreground: bool = False,
     started: Callable[[RunState], object] = lambda _state: None,
-    note: Callable[[str], object] = _note,
+    note: Callable[[str], object] = _print_note,
 ) -> Iterator[tuple[Runner, LaunchPlan, RunState]]:
-    """Start the run, and wait for its hosts where anybody waits for it at all."""
-    from flagscale.launcher.preflight.checks import require, warnings
+    """Start the run, and wait for its hosts unless ``runner.wait_for`` is ``none``."""
+    from flagscale.launcher.preflight.checks import require_passed, warning_lines
 
-    texts = _texts(experiment)
-    runner = runner_for(experiment)
+    config_texts = _config_texts(experiment)
+    runner = runner_for_experiment(experiment)
     with runner.prepare(experiment, checking=experiment.runner.preflight) as ready:
-        # The one thing that is no mistake in the configuration, so it comes first.
-        _refuse_beside(ready.plan)
-        require(ready.checks)
+        # A live run is no mistake in the configuration, so it is reported first.
+        _refuse_hidden_live_run(ready.plan)
+        require_passed(ready.checks)
         ready.copy_code()
-        for text in (*ready.plan.notes, *warnings(ready.checks)):
+        for text in (*ready.plan.notes, *warning_lines(ready.checks)):
             note(text)
-        for other in runs.elsewhere(experiment):
-            note(f"run {other.run_id} of this configuration lives in {other.exp_dir}")
-        with runs.registered(ready.plan, experiment) as update:
-            state = runner.submit(ready.plan, texts, foreground=foreground)
+        for live_run in runs.find_elsewhere(experiment):
+            note(f"run {live_run.run_id} of this configuration lives in {live_run.exp_dir}")
+        with runs.register_run(ready.plan, experiment) as update:
+            state = runner.submit(ready.plan, config_texts, foreground=foreground)
             update(state)
         started(state)
         if foreground or experiment.runner.wait_for != "none":
@@ -91,79 +99,87 @@ def _submitted(
         yield runner, ready.plan, state
 
 
-def _refuse_beside(plan: LaunchPlan) -> None:
-    """Refuse to start beside a run of this directory whose files are gone, or on hosts that take
-    no part any more; the others are asked with everything else."""
-    state = runs.of_directory(plan.exp_dir)
+def _refuse_hidden_live_run(plan: LaunchPlan) -> None:
+    """Refuse to start next to a live run of this directory that the preflight cannot see.
+
+    These are runs whose files are gone, and runs on hosts that take no part any more.
+    """
+    state = runs.find_in_directory(plan.exp_dir)
     if state is None:
         return
-    asked = {host.name for host in plan.hosts} if state.runner.type == plan.runner.type else set()
-    if plan.layout.state.exists() and asked.issuperset(host.name for host in state.hosts):
+    plan_hosts = (
+        {host.name for host in plan.hosts} if state.runner.type == plan.runner.type else set()
+    )
+    if plan.layout.state.exists() and plan_hosts.issuperset(host.name for host in state.hosts):
         return
-    rows = runs.query(state).hosts
-    living = [row.host for row in rows if row.phase in _LIVING]
+    rows = runs.query_run(state).hosts
+    living = [row.host for row in rows if row.phase in _LIVE_PHASES]
     if living:
         message, hint = alive_message(state, living)
         raise RunStateError(message, hint=hint)
     silent = [row.host for row in rows if row.phase is Phase.UNREACHABLE]
     if silent:
-        _note(f"run {state.run_id} may still live on {compress(silent)}, which do not answer")
+        _print_note(
+            f"run {state.run_id} may still live on {compress_names(silent)}, which do not answer"
+        )
 
 
 def _await_hosts(runner: Runner, state: RunState, *, foreground: bool) -> RunState:
-    """Wait until the run's hosts are there, which may take a scheduler hours; Ctrl-C ends the
-    run."""
+    """Wait until the run's hosts are allocated, which may take a scheduler hours.
+
+    Ctrl-C ends the run.
+    """
     if foreground:
-        be_interrupted()
+        interrupt_on_signals()
     try:
         return runner.await_hosts(state)
     except KeyboardInterrupt:
-        say(f"stopping run {state.run_id}")
-        run_commands.interrupt(runner, state)
+        log_line(f"stopping run {state.run_id}")
+        run_commands.interrupt_run(runner, state)
         raise
 
 
 def _await_start(runner: Runner, plan: LaunchPlan, state: RunState, wait_for: str) -> str:
-    """What was seen of a run that is as far as is waited for."""
+    """Wait until the run has reached ``wait_for``, and return a description of its progress."""
     from flagscale.launcher.start import wait_until_started
 
     try:
         return wait_until_started(state, runner, plan.start_timeout, wait_for)
     except KeyboardInterrupt:
-        run_commands.interrupt(runner, state)
+        run_commands.interrupt_run(runner, state)
         raise
 
 
-def _stay(runner: Runner, state: RunState) -> int:
-    """Show the output until the job ends; Ctrl-C ends the job."""
+def _follow_to_end(runner: Runner, state: RunState) -> int:
+    """Show the output until the job ends. Ctrl-C ends the job."""
     from flagscale.launcher.show import ticker
 
-    outputs = logs.of_hosts(state)
-    be_interrupted()
+    outputs = logs.host_outputs(state)
+    interrupt_on_signals()
     try:
-        with ticker.shown(lambda: runner.query(state)) as show:
-            for line in logs.follow(outputs, lambda: runner.ended(state)):
+        with ticker.progress_display(lambda: runner.query(state)) as show:
+            for line in logs.follow_lines(outputs, lambda: runner.ended(state)):
                 show(line)
     except KeyboardInterrupt:
-        say(f"stopping run {state.run_id}")
-        run_commands.interrupt(runner, state)
+        log_line(f"stopping run {state.run_id}")
+        run_commands.interrupt_run(runner, state)
         runner.bring_output(state)
         for line in (line for output in outputs for line in output.read(final=True)):
             print(line, flush=True)
         raise
     code = runner.wait(state)
-    end = runner.query(latest(state))
+    end = runner.query(reload_state(state))
     if end.failure is not None:
         print(f"first failure: {end.failure.describe()}", file=sys.stderr)
     if end.phase is Phase.STOPPED:
-        say(f"run {state.run_id} was stopped")
-        # Ranks that have saved what they had end with 0, but the job is not done.
+        log_line(f"run {state.run_id} was stopped")
+        # Ranks that have saved a checkpoint exit with 0, but the job is not done.
         return code or 128 + signal.SIGTERM
     return code
 
 
-def be_interrupted() -> None:
-    """From now on signals that end a program end the runs that it stays with, as Ctrl-C does."""
+def interrupt_on_signals() -> None:
+    """Treat SIGTERM and SIGHUP as Ctrl-C from now on, so that they end the attached runs."""
 
     def interrupt(number: int, _frame: FrameType | None) -> NoReturn:
         raise Interrupted(number)
@@ -172,9 +188,9 @@ def be_interrupted() -> None:
         signal.signal(number, interrupt)
 
 
-def attend(experiment: Experiment, options: Options) -> int:
-    """Do the action of ``options`` with the run of this experiment, see :mod:`.attending`."""
-    state = runs.of(experiment)
+def run_on_existing(experiment: Experiment, options: Options) -> int:
+    """Do the action of ``options`` with the run of this experiment, see :mod:`.run_commands`."""
+    state = runs.find_of_experiment(experiment)
     if state is not None:
         return run_commands.ACTIONS[options.action](state, options)
     text = f"no run was started in {experiment.exp_dir}"
@@ -184,13 +200,13 @@ def attend(experiment: Experiment, options: Options) -> int:
     raise RunStateError(text, hint="start one with action=run; `flagscale runs` lists yours")
 
 
-def _texts(experiment: Experiment) -> Texts:
-    """The resolved configuration, and the overrides as a YAML list, without their secrets."""
+def _config_texts(experiment: Experiment) -> ConfigTexts:
+    """Return the resolved configuration and the overrides as YAML, without secrets."""
     import yaml
 
-    shown = redact(readable(experiment.resolved))
+    config = redact(restore_references(experiment.resolved))
     overrides = redact_overrides(experiment.overrides)
-    return Texts(
-        yaml.safe_dump(shown, sort_keys=False, allow_unicode=True),
+    return ConfigTexts(
+        yaml.safe_dump(config, sort_keys=False, allow_unicode=True),
         yaml.safe_dump(overrides, allow_unicode=True),
     )

@@ -1,18 +1,18 @@
-"""The supervisor between a host's script and torchrun: standard library alone, one a host.
+"""Supervisor between a host's script and torchrun, one per host. Standard library alone.
 
-``python -m flagscale.launcher.agent --options JSON -- COMMAND …`` starts the command and sees to it
-that nothing of the run outlives it:
+``python -m flagscale.launcher.agent --options JSON -- COMMAND …`` starts the command and ensures
+that no process of the run outlives it:
 
-- TERM, INT and HUP end the job in order: TERM to the ranks, then to torchrun, and after the grace
-  period KILL. A second signal, later than a second, cuts the grace period short.
-- Orphans of the run come to the agent, which is a child subreaper, and when the command has ended
-  every process that carries the run's ``FLAGSCALE_RUN_ID`` is ended too.
-- If the script above dies, the agent gets TERM from the kernel; if the agent dies, the command
-  does, and ``--sweep`` (called by the script) ends what is left.
-- The agents of a run share one fate (``liveness``): a failure anywhere ends the job everywhere, or
-  starts it again everywhere; a host that cannot hear the others any more ends its part.
-- How it all ended is written to ``exit.json`` in the run's directory before the agent ends with the
-  job's code.
+- TERM, INT and HUP end the job in order: TERM to the ranks, then to torchrun, and KILL after the
+  grace period. A second signal, more than a second later, ends the grace period.
+- The agent is a child subreaper, so orphans of the run become its children. When the command has
+  ended, every process that has the run's ``FLAGSCALE_RUN_ID`` is ended too.
+- If the script dies, the agent gets TERM from the kernel. If the agent dies, the command gets it,
+  and ``--sweep`` (called by the script) ends the remaining processes.
+- The agents of a run act together (``liveness``): a failure on any host ends the job on all hosts,
+  or restarts it on all hosts. A host that has lost its connection to the others ends its part.
+- The end of the job is recorded in ``exit.json`` in the run's directory before the agent ends with
+  the job's exit code.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ import sys
 import time
 from collections.abc import Sequence
 
-from flagscale.files import plain
-from flagscale.hosts.kernel import become_subreaper, die_with, out_of_memory_kills
+from flagscale.files import to_plain
+from flagscale.hosts.kernel import become_subreaper, count_oom_kills, signal_on_parent_death
 from flagscale.launcher.layout import AGENT_FILE, EXIT_FILE, LIVENESS_FILE, HostFiles
 from flagscale.launcher.liveness import identity, secret
-from flagscale.launcher.liveness.agent_log import keep, say
+from flagscale.launcher.liveness.agent_log import log_line, write_record
 from flagscale.launcher.liveness.attempt import Stage
 from flagscale.launcher.liveness.coordinator import Coordinator
 from flagscale.launcher.liveness.diagnosis import Failure
-from flagscale.launcher.liveness.job import Notice, held, unreached
+from flagscale.launcher.liveness.job import Notice, describe_place, explain_unreached
 from flagscale.launcher.liveness.member import Member
 from flagscale.launcher.liveness.messages import JobPhase
-from flagscale.launcher.liveness.network import Client, Ready, Server, allow_files
-from flagscale.launcher.liveness.options import CommandLine, own_output, parse
+from flagscale.launcher.liveness.network import Client, Ready, Server, raise_file_limit
+from flagscale.launcher.liveness.options import CommandLine, find_output, parse_command_line
 from flagscale.launcher.notify import Notifier
 from flagscale.status import RUN_ID_VARIABLE
 
 IMPATIENCE_SECONDS = 1.0
 TICK_SECONDS = 0.1
 IDLE_SECONDS = 0.25
-# How often at most the launcher is told how the job stands.
+# Minimum interval between updates of the summary for the launcher.
 SUMMARY_SECONDS = 0.2
-# What is left at the end for peers to hear of it.
+# Maximum time at the end for peers to be informed of it.
 FAREWELL_SECONDS = 3.0
-# What a host that never met host 0 takes to tell it that it has ended.
-_MEETING_SECONDS = 6.0
+# Maximum time for a host that never reached host 0 to report its end to it.
+_RENDEZVOUS_SECONDS = 6.0
 _BIND_SECONDS = 10.0
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class Signals:
-    """The signals by which an agent is told to end its job, for its loop to look at."""
+class SignalQueue:
+    """Received signals that request the end of the job, for the agent's loop."""
 
     def __init__(self) -> None:
         self.pending: list[int] = []
 
     def listen(self) -> socket.socket:
-        """From now on keep signals, and have them wake up whoever waits for the socket."""
+        """Install the signal handlers, and return a socket that becomes readable on a signal."""
         reader, writer = socket.socketpair()
         for end in (reader, writer):
             end.setblocking(False)
@@ -73,33 +73,40 @@ class Signals:
         return reader
 
     def take(self) -> list[int]:
-        taken, self.pending = self.pending, []
-        return taken
+        """Return the pending signals, and clear them."""
+        pending, self.pending = self.pending, []
+        return pending
 
 
 class Agent:
-    """One host's supervisor; on host 0 the job's coordinator too."""
+    """Supervisor of one host; on host 0 it contains the job's coordinator."""
 
     def __init__(self, line: CommandLine, run_id: str, key: bytes | None) -> None:
         options = self._options = line.options
-        output = own_output(options.run_dir)
+        output = find_output(options.run_dir)
         self._host = HostFiles(
             options.name, options.first_rank, options.nproc, options.run_dir, output
         )
         self._run_id = run_id
         self._key = key
         self._selector = selectors.DefaultSelector()
-        self._signals = Signals()
+        self._signals = SignalQueue()
         self._signalled_at = 0.0
         now = time.monotonic()
         self._port = options.liveness_port if key is not None else None
         alone = self._port is None
         number = 0 if alone else options.node_rank
-        earlier = options.earlier_starts
-        # Where agents do not know each other, their ranks share nothing that others do not know.
-        ranks = {} if alone and options.liveness_port is not None else secret.of_ranks(key)
+        # Without a secret shared by the agents of several hosts, their ranks cannot share one
+        # either.
+        no_shared_secret = alone and options.liveness_port is not None
         self.member = Member(
-            number, self._host, run_id, options.stop_grace, line.command, earlier, ranks
+            number,
+            self._host,
+            run_id,
+            options.stop_grace,
+            line.command,
+            options.earlier_starts,
+            {} if no_shared_secret else secret.rank_secret(key),
         )
         self._coordinator: Coordinator | None = None
         if number == 0:
@@ -109,64 +116,69 @@ class Agent:
         self._server: Server | None = None
         self._client: Client | None = None
         self._notifier = Notifier(options.notify_on, run_id, options.run_name, options.attempts)
-        self._began = self._heard = self._turned = now
-        self._reached = self._met = False
-        self._beat_at = 0.0
+        self._start_time = self._last_order_at = self._last_run_at = now
+        self._coordinator_reached = self._ranks_joined = False
+        self._heartbeat_at = 0.0
         self._summary_at = -SUMMARY_SECONDS
         self._script = 0
 
     def run(self) -> int:
-        """Start the command, stay until the job is over, leave nothing behind; the exit code."""
-        # A signal before the command is up is kept and passed on once it is.
+        """Run the command until the job is over, end its processes, and return the exit code."""
+        # A signal that arrives before the command is running is handled once it is.
         wakeup = self._signals.listen()
         self._selector.register(wakeup, selectors.EVENT_READ)
         become_subreaper()
         self._script = os.getppid()
-        die_with(self._script, signal.SIGTERM)()
-        started, kills_before = time.time(), out_of_memory_kills()
-        fault = identity.announce(self._host.run_dir, self._options.earlier_starts) or self._open()
-        if fault is not None:
-            say(fault)
-            return self._record(1, started, None)
+        signal_on_parent_death(self._script, signal.SIGTERM)()
+        started, kills_before = time.time(), count_oom_kills()
+        error = identity.register_agent(self._host.run_dir, self._options.earlier_starts)
+        error = error or self._open_network()
+        if error is not None:
+            log_line(error)
+            return self._record_end(1, started, None)
         try:
-            self._watch(wakeup)
+            self._supervise(wakeup)
         except BaseException:
-            # Whatever it is: nothing that nobody watches may live on.
+            # After any error, no unsupervised process may stay alive.
             self.member.attempt.kill()
             raise
-        return self._record(self.member.code(), started, out_of_memory_kills(kills_before))
+        return self._record_end(self.member.exit_code(), started, count_oom_kills(kills_before))
 
-    def _watch(self, wakeup: socket.socket) -> None:
+    def _supervise(self, wakeup: socket.socket) -> None:
         if self._coordinator is not None:
-            # Before any rank can report a failure, so that people learn whether it is final.
+            # Written before any rank can report a failure, so that readers see whether one is
+            # final.
             self._write_summary(self._coordinator, time.monotonic())
-        self.member.begin(0)
+        self.member.start_attempt(0)
         while not self.member.over:
-            self._turn(wakeup)
-        self._farewell(wakeup)
+            self._run_once(wakeup)
+        self._finish_communication(wakeup)
 
-    def _open(self) -> str | None:
-        """Listen for the other agents, or get ready to talk to host 0; what went wrong."""
+    def _open_network(self) -> str | None:
+        """Listen for the other agents, or prepare the connection to host 0; return an error
+        message.
+        """
         options = self._options
         port = self._port
         if port is None or self._key is None:
             if options.liveness_port is not None:
-                say("no secret of this run: this host's job is watched by itself")
+                log_line("this run has no secret: the job of this host is supervised separately")
             return None
         if options.node_rank:
             self._client = Client(self._key, (options.master_addr, port), self._selector)
             return None
         count = len(options.names)
-        allowed = allow_files(count)
+        allowed = raise_file_limit(count)
         if allowed is not None:
-            say(f"{allowed} open files (ulimit -Hn) are too few for {count} hosts")
+            log_line(f"{allowed} open files (ulimit -Hn) are too few for {count} hosts")
         deadline = time.monotonic() + _BIND_SECONDS
         while self._server is None:
             try:
                 self._server = Server(self._key, port, self._selector, count)
             except OSError as error:
                 if time.monotonic() > deadline or self._signals.pending:
-                    reason = os.strerror(error.errno or 0)  # `strerror` names the address, too
+                    # error.strerror would include the address
+                    reason = os.strerror(error.errno or 0)
                     return (
                         f"the agents cannot meet at port {port} of this host: {reason}; "
                         "experiment.runner.liveness_port chooses another one"
@@ -176,29 +188,29 @@ class Agent:
 
     # -- the loop ---------------------------------------------------------------------------
 
-    def _turn(self, wakeup: socket.socket) -> None:
-        """Wait a moment and look at everything once."""
+    def _run_once(self, wakeup: socket.socket) -> None:
+        """Wait for events for a moment, and perform all actions that are due."""
         quick = self.member.attempt.ending or self.member.attempt.stage is not Stage.RUNNING
-        ready = self._wait(wakeup, TICK_SECONDS if quick else IDLE_SECONDS)
+        ready = self._wait_for_events(wakeup, TICK_SECONDS if quick else IDLE_SECONDS)
         now = time.monotonic()
-        self._reap()
-        self._take_signals(now)
-        self._hear(ready, now)
+        self._reap_children()
+        self._handle_signals(now)
+        self._receive_messages(ready, now)
         self.member.step(now)
-        self._speak(now)
-        self._coordinate(now)
-        self._notifier.step(now)
-        self._turned = now
+        self._send_messages(now)
+        self._step_coordinator(now)
+        self._notifier.kill_overdue(now)
+        self._last_run_at = now
 
-    def _wait(self, wakeup: socket.socket, seconds: float) -> Ready:
-        """What has become ready in this time."""
+    def _wait_for_events(self, wakeup: socket.socket, seconds: float) -> Ready:
+        """Return the selector's events within this time."""
         ready = self._selector.select(seconds)
         if any(key.fileobj is wakeup for key, _ in ready):
             wakeup.recv(4096)
         return ready
 
-    def _reap(self) -> None:
-        """Orphans of the run are children too: reap every one."""
+    def _reap_children(self) -> None:
+        """Reap all ended children, which include orphans of the run."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -206,77 +218,83 @@ class Agent:
                 return
             if pid == 0:
                 return
-            self.member.attempt.reaped(pid, status)
-            self._notifier.reaped(pid, status)
+            self.member.attempt.on_child_exit(pid, status)
+            self._notifier.record_exit(pid, status)
 
-    def _take_signals(self, now: float) -> None:
+    def _handle_signals(self, now: float) -> None:
         for number in self._signals.take():
             if self._signalled_at == 0.0:
                 self._signalled_at = now
-                # Another host may have told the job to end before: then this is no second call.
+                # If another host has already stopped the job, this is not a second signal.
                 if self.member.signal is None:
-                    self.member.stop(number, cause=self._lost_script())
+                    self.member.stop(number, cause=self._detect_lost_script())
             elif now - self._signalled_at > IMPATIENCE_SECONDS:
                 self.member.attempt.kill()
             elif number == signal.SIGINT and self.member.cause is None:
-                # A terminal interrupts the script too, which may have passed it on before, as TERM.
+                # A terminal interrupts the script too, which may have forwarded the signal before,
+                # as TERM.
                 self.member.signal = number
 
-    def _lost_script(self) -> Failure | None:
-        """What the job fails by if nobody asked for its end: the script waits for this process, so
-        it cannot have ended by itself."""
+    def _detect_lost_script(self) -> Failure | None:
+        """Return the failure if the script has died; None if it is alive.
+
+        The script waits for this process, so it cannot have ended by itself.
+        """
         if os.getppid() == self._script:
             return None
         reason = "lost its script, which was killed; what it ran was ended too"
         return Failure(self._host.name, None, None, reason, "", self._host.output)
 
-    def _hear(self, ready: Ready, now: float) -> None:
-        """Take what has come over the network."""
+    def _receive_messages(self, ready: Ready, now: float) -> None:
+        """Process the messages that have been received."""
         if self._server is not None and self._coordinator is not None:
             for host, message in self._server.poll(ready, now):
                 self._coordinator.receive(host, message, now)
         if self._client is None:
             return
-        gap = now - self._turned
+        gap = now - self._last_run_at
         if gap > self._options.beat_seconds * 2:
-            # Time in which this process itself did not run is not held against the link.
-            self._heard += gap
+            # Time in which this process itself did not run does not count as silence.
+            self._last_order_at += gap
         for order in self._client.poll(ready, now):
-            self._heard, self._reached = now, True
+            self._last_order_at, self._coordinator_reached = now, True
             self.member.obey(order, now)
         if self._client.fresh:
-            # Who has proven to be host 0 has to answer from now on, even if it never said a word.
-            self._client.fresh, self._heard, self._reached = False, now, True
+            # An authenticated host 0 has to respond from now on, even if it has not sent an order
+            # yet.
+            self._client.fresh, self._last_order_at, self._coordinator_reached = False, now, True
             self._client.send(self.member.hello())
-        self._look_at_link(now)
+        self._check_link(now)
 
-    def _look_at_link(self, now: float) -> None:
-        """Whoever does not hear of the coordinator any more ends its part of the job."""
+    def _check_link(self, now: float) -> None:
+        """End this host's part of the job if the coordinator has been silent for too long."""
         options = self._options
-        if not self._reached and not self._met and self.member.met:
-            # Host 0's agent has been there: from now on it has to answer.
-            self._met, self._heard = True, now
-        expected = self._reached or self._met
+        if not self._coordinator_reached and not self._ranks_joined and self.member.ranks_joined:
+            # Ranks have joined, so host 0's agent has been running: it has to respond from now on.
+            self._ranks_joined, self._last_order_at = True, now
+        expected = self._coordinator_reached or self._ranks_joined
         limit = options.lost_host_timeout if expected else options.start_timeout
-        if now - self._heard <= limit or self.member.lost or self.member.finished:
+        if now - self._last_order_at <= limit or self.member.lost or self.member.finished:
             return
         if expected:
             reason = f"was lost: no word from its agent for {limit:g} s"
         else:
-            reason = f"was not reached within {limit:g} s of the start{unreached(self._port)}"
-        reason += held(options.master_place)
+            reason = (
+                f"was not reached within {limit:g} s of the start{explain_unreached(self._port)}"
+            )
+        reason += describe_place(options.master_place)
         failure = Failure(options.master_name, None, None, reason, "", self._host.output)
-        say(f"{failure.headline()}; the job of this host ends")
-        self.member.lose(failure)
+        log_line(f"{failure.headline()}; the job of this host ends")
+        self.member.lose_coordinator(failure)
         if options.node_rank == 1:
-            # Host 0, which tells people otherwise, is the one that cannot.
-            self._notifier.tell(Notice("failed", self.member.attempt_number, failure))
+            # Host 0, which sends notifications otherwise, cannot.
+            self._notifier.notify(Notice("failed", self.member.attempt_number, failure))
 
-    def _speak(self, now: float) -> None:
-        """Pass on what this host has to say, and let the coordinator hear of it."""
-        if now - self._beat_at >= self._options.beat_seconds:
-            self._beat_at = now
-            self.member.out.append(self.member.beat())
+    def _send_messages(self, now: float) -> None:
+        """Send this host's messages, also to a coordinator in this process."""
+        if now - self._heartbeat_at >= self._options.beat_seconds:
+            self._heartbeat_at = now
+            self.member.out.append(self.member.heartbeat())
         messages, self.member.out = self.member.out, []
         for message in messages:
             if self._coordinator is not None:
@@ -284,7 +302,7 @@ class Agent:
             elif self._client is not None:
                 self._client.send(message)
 
-    def _coordinate(self, now: float) -> None:
+    def _step_coordinator(self, now: float) -> None:
         coordinator = self._coordinator
         if coordinator is None:
             return
@@ -297,55 +315,59 @@ class Agent:
                 self._server.send(host, order)
         notices, coordinator.notices = coordinator.notices, []
         for notice in notices:
-            _report(notice)
-            self._notifier.tell(notice)
+            _log_notice(notice)
+            self._notifier.notify(notice)
         self._write_summary(coordinator, now)
 
     def _write_summary(self, coordinator: Coordinator, now: float) -> None:
-        """Tell the launcher how the job stands, where that is news. A thousand hosts that start
-        have much to tell."""
+        """Write the state of the job for the launcher, if it has changed.
+
+        The rate is limited, because a thousand starting hosts cause many changes.
+        """
         last = coordinator.phase is JobPhase.OVER
         if coordinator.news and (last or now - self._summary_at >= SUMMARY_SECONDS):
             coordinator.news, self._summary_at = False, now
-            keep(self._host.run_dir / LIVENESS_FILE, coordinator.summary())
+            write_record(self._host.run_dir / LIVENESS_FILE, coordinator.summary())
 
-    def _farewell(self, wakeup: socket.socket) -> None:
-        """Let the others hear the end of it, and notifications end."""
-        deadline = time.monotonic() + _MEETING_SECONDS
-        while self._untold() and time.monotonic() < deadline:
-            self._turn(wakeup)
+    def _finish_communication(self, wakeup: socket.socket) -> None:
+        """Wait until the peers are informed of the end, and until notifications have ended."""
+        deadline = time.monotonic() + _RENDEZVOUS_SECONDS
+        while self._end_unreported() and time.monotonic() < deadline:
+            self._run_once(wakeup)
         deadline = time.monotonic() + FAREWELL_SECONDS
         while self._server is not None and time.monotonic() < deadline:
-            self._turn(wakeup)
+            self._run_once(wakeup)
             over = self._coordinator is None or self._coordinator.phase is JobPhase.OVER
-            if over and not self._server.connected():
+            if over and not self._server.has_connections():
                 break
         if self._coordinator is not None:
-            self._coordinator.leave(time.monotonic())
-            self._coordinate(time.monotonic())
+            self._coordinator.abandon_stop(time.monotonic())
+            self._step_coordinator(time.monotonic())
         if self._client is not None:
             self._client.close()
         if self._server is not None:
             self._server.close()
         self._server = self._client = None
-        while self._notifier.step(time.monotonic()):
-            self._wait(wakeup, TICK_SECONDS)
-            self._reap()
+        while self._notifier.kill_overdue(time.monotonic()):
+            self._wait_for_events(wakeup, TICK_SECONDS)
+            self._reap_children()
 
-    def _untold(self) -> bool:
-        """Whether the part of this host was over before its agent met host 0's, which would wait
-        for a word of it until it takes it for lost."""
-        return self._client is not None and not self._reached and not self.member.lost
+    def _end_unreported(self) -> bool:
+        """Return True if this host's part was over before its agent reached host 0.
 
-    def _record(self, code: int, started: float, kills: int | None) -> int:
-        """Write down how it ended. Peers are not there any more, so nothing can change it."""
+        Host 0 would wait for a message of this host until it considers it lost.
+        """
+        return self._client is not None and not self._coordinator_reached and not self.member.lost
+
+    def _record_end(self, code: int, started: float, kills: int | None) -> int:
+        """Record the end of the job; no peer is connected any more that could change it."""
         member = self.member
         failure = member.cause or member.failure
         if self._coordinator is not None and member.signal is None:
             failure = self._coordinator.failure
         swept = member.attempt.swept
         run_dir = self._host.run_dir
-        keep(
+        write_record(
             run_dir / EXIT_FILE,
             {
                 "code": code,
@@ -355,35 +377,36 @@ class Agent:
                 "ended": round(time.time(), 3),
                 "out_of_memory_kills": kills,
                 "swept": [*swept.terminated, *swept.killed],
-                "left": list(swept.left),
+                "left": list(swept.survivors),
                 "attempt": member.attempt_number + 1,
-                "failure": plain(failure) if code else None,
+                "failure": to_plain(failure) if code else None,
             },
             instead_of=run_dir / AGENT_FILE,
         )
         return code
 
 
-def _report(notice: Notice) -> None:
-    """A line in the host's output for what people may be told of."""
+def _log_notice(notice: Notice) -> None:
+    """Print a line to the host's output for an event that is notified."""
     if notice.event in ("stalled", "restarted", "failed") and notice.failure is not None:
-        what = {"restarted": "the job starts again after", "failed": "first failure:"}
-        said = what.get(notice.event, "")
-        say(f"{said} {notice.failure.headline()}".lstrip())
+        prefixes = {"restarted": "the job starts again after", "failed": "first failure:"}
+        prefix = prefixes.get(notice.event, "")
+        log_line(f"{prefix} {notice.failure.headline()}".lstrip())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run an agent, and return the exit code of its host's part of the job."""
     run_id = os.environ.get(RUN_ID_VARIABLE, "")
-    line = parse(sys.argv[1:] if arguments is None else arguments, run_id)
+    line = parse_command_line(sys.argv[1:] if arguments is None else arguments, run_id)
     run_dir = line.options.run_dir
     if line.sweep:
         return identity.sweep_after_agent(run_id, run_dir, line.options.stop_grace)
-    other = identity.already_alive(run_id, run_dir)
-    if other is not None:
-        say(f"run {run_id} is alive already (agent {other})")
+    living_agent = identity.find_living_agent(run_id, run_dir)
+    if living_agent is not None:
+        log_line(f"run {run_id} is alive already (agent {living_agent})")
         return 1
-    wanted = line.options.liveness_port is not None
-    return Agent(line, run_id, secret.take(run_dir) if wanted else None).run()
+    several_hosts = line.options.liveness_port is not None
+    return Agent(line, run_id, secret.take_secret(run_dir) if several_hosts else None).run()
 
 
 if __name__ == "__main__":

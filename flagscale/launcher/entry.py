@@ -1,9 +1,8 @@
-"""The way in, shared by ``run.py`` and the ``flagscale`` command.
+"""Command line shared by ``run.py`` and the ``flagscale`` command.
 
-Hydra's command line as its users know it: ``--config-path`` (here relative to the current
-directory), ``--config-name``, overrides, ``--cfg job``, ``--help``. A mistake prints one message
-and ends with the exit code of ``flagscale.errors``; only an error of this program itself shows a
-traceback. Nothing but the run writes files.
+It follows Hydra's: ``--config-path`` (here relative to the current directory), ``--config-name``,
+overrides, ``--cfg job``, ``--help``. A mistake prints one message and exits with the code in
+``flagscale.errors``; only an internal error shows a traceback. Only runs write files.
 """
 
 from __future__ import annotations
@@ -15,47 +14,48 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from flagscale.cli_errors import guard
-from flagscale.config.actions import ACTIONS, OPTIONS, Action, call, names
+from flagscale.cli_errors import run_command
+from flagscale.config.actions import ACTIONS, OPTIONS, Action, call_function, names
 from flagscale.errors import ConfigError
 
-_TEACHING = """\
-One YAML describes an experiment; action= says what to do with it.
+_HELP_TEXT = """\
+One YAML describes an experiment; action= selects what to do with it.
 
   python run.py --config-path ./examples/llama3/conf --config-name train action=run
 
 actions
 {actions}
 
-overrides, as Hydra knows them
+overrides, in Hydra's syntax
   train=8b                              another file of the config group `train`
   train.model.num_layers=2              another value
   experiment.exp_dir=/data/run7         another directory
   ~train.data.split                     without this key
   +experiment.envs.NCCL_DEBUG=INFO      one more key
 
-  -m train.model.seed=1,2               a run for each, in exp_dir/seed=1, …; --jobs N at a time
+  -m train.model.seed=1,2               one run per value, in exp_dir/seed=1, …; --jobs N at a time
 
---cfg job prints the composed configuration, its secrets hidden: --resolve with every interpolation
-filled in, --package KEY only what is there. With --config-name, --help lists the config groups.
+--cfg job prints the composed configuration without secrets: --resolve fills in interpolations,
+--package KEY selects a section. With --config-name, --help lists the config groups.
 """
 
-_REFUSED = {
+_UNSUPPORTED_FLAGS = {
     **dict.fromkeys(
-        ("--config-dir", "-cd"), "every file is below --config-path, so that an error has one place"
+        ("--config-dir", "-cd"),
+        "all files are below --config-path, so that every error has one location",
     ),
-    "--experimental-rerun": "the scripts of a run are started again by hand, or by action=run",
+    "--experimental-rerun": "start the scripts of a run again by hand, or use action=run",
     **dict.fromkeys(
         ("--info", "-i", "--hydra-help"),
-        "only Hydra's own command line can tell; --cfg all prints what it composes, --help what "
-        "there is to choose",
+        "only Hydra's own command line supports it; --cfg all prints the composed configuration, "
+        "--help the choices",
     ),
-    **dict.fromkeys(("--shell-completion", "-sc"), "is part of Hydra's own command line alone"),
+    **dict.fromkeys(("--shell-completion", "-sc"), "only Hydra's own command line supports it"),
 }
-"""Flags of Hydra that are not there, with the reason."""
+"""Flags of Hydra that are not supported, with the reason."""
 
-# New objects after which the garbage collector looks for cycles.
-_OBJECTS = 50_000
+# Number of new objects after which the garbage collector runs.
+_GC_THRESHOLD = 50_000
 
 
 class _Parser(argparse.ArgumentParser):
@@ -64,29 +64,29 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Do what a command line says and exit."""
+    """Execute a command line and exit."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    # What modules and plans are made of lives as long as this program: to look through all of it
-    # for garbage over and over would take a tenth of the start.
-    gc.set_threshold(_OBJECTS)
-    sys.exit(guard(lambda: dispatch(argv)))
+    # Modules and plans live as long as this program. Scanning all of them for garbage again and
+    # again would take a tenth of the start.
+    gc.set_threshold(_GC_THRESHOLD)
+    sys.exit(run_command(lambda: dispatch(argv)))
 
 
 def dispatch(argv: list[str]) -> int:
-    """Parse a command line as Hydra has it and act on it."""
+    """Parse a command line in Hydra's syntax and execute it."""
     for flag in (text.partition("=")[0] for text in argv):
-        if flag in _REFUSED:
-            raise ConfigError(f"{flag}: {_REFUSED[flag]}")
+        if flag in _UNSUPPORTED_FLAGS:
+            raise ConfigError(f"{flag}: {_UNSUPPORTED_FLAGS[flag]}")
     options = _parser().parse_intermixed_args(argv)
     if options.help or not argv:
-        print(_help(options))
+        print(_format_help(options))
         return 0 if argv else 2
     if options.cfg:
-        return _show(options)
-    directory = _directory(options)
+        return _print_config(options)
+    directory = _config_directory(options)
     if options.multirun or options.jobs is not None:
-        return act_each(directory, options.config_name, options.overrides, options)
-    return act(directory, options.config_name, options.overrides)
+        return run_sweep_action(directory, options.config_name, options.overrides, options)
+    return run_action(directory, options.config_name, options.overrides)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -97,47 +97,49 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--package", "-p")
-    add_sweep(parser)
+    add_sweep_options(parser)
     parser.add_argument("overrides", nargs="*")
     return parser
 
 
-def add_sweep(parser: argparse.ArgumentParser) -> None:
-    """The options of a command that may be of many runs."""
-    text = "a run for each combination of the values of key=a,b"
+def add_sweep_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a command that may apply to many runs."""
+    text = "one run per combination of the values of key=a,b"
     parser.add_argument("--multirun", "-m", action="store_true", help=text)
-    text = "with -m: how many runs at a time"
-    parser.add_argument("--jobs", "-j", type=_positive, metavar="N", help=text)
+    text = "with -m: number of concurrent runs"
+    parser.add_argument("--jobs", "-j", type=_parse_positive, metavar="N", help=text)
 
 
-def _positive(text: str) -> int:
+def _parse_positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a whole number from 1, found {text!r}")
     return int(text)
 
 
-def act_each(
+def run_sweep_action(
     directory: Path, name: str, overrides: Sequence[str], options: argparse.Namespace
 ) -> int:
-    """Do the action of every run of a sweep, see :func:`flagscale.sweep.main`."""
+    """Do the action of every run of a sweep, see :func:`flagscale.sweep.run_sweep`."""
     if not options.multirun:
-        raise ConfigError("--jobs: only the runs of a sweep are several; give -m, too")
-    return call("flagscale.sweep:main", directory, name, overrides, options.jobs or 1)
+        raise ConfigError("--jobs needs -m: only a sweep has several runs")
+    return call_function("flagscale.sweep:run_sweep", directory, name, overrides, options.jobs or 1)
 
 
-def _help(options: argparse.Namespace) -> str:
-    text = _TEACHING.format(actions="\n".join(_taught(ACTIONS[name]) for name in names()))
+def _format_help(options: argparse.Namespace) -> str:
+    text = _HELP_TEXT.format(actions="\n".join(_format_action(ACTIONS[name]) for name in names()))
     if not options.config_name:
         return text
     from flagscale.config.compose import config_file
-    from flagscale.config.show import groups
+    from flagscale.config.show import config_groups
 
-    file = config_file(_directory(options), options.config_name)
-    rows = (f"  {name}: {', '.join(found)}" for name, found in groups(file.parent).items())
-    return "\n".join([text, f"Config groups beside {file.name}", *rows])
+    file = config_file(_config_directory(options), options.config_name)
+    rows = (
+        f"  {name}: {', '.join(choices)}" for name, choices in config_groups(file.parent).items()
+    )
+    return "\n".join([text, f"Config groups next to {file.name}", *rows])
 
 
-def _taught(action: Action) -> str:
+def _format_action(action: Action) -> str:
     from flagscale.config.schema import Options
 
     examples = ", ".join(OPTIONS[name].example for name in action.options)
@@ -145,8 +147,8 @@ def _taught(action: Action) -> str:
     return f"  {action.name:<8} {action.help}{default}{f' ({examples})' if examples else ''}"
 
 
-def _directory(options: argparse.Namespace) -> Path:
-    """``--config-path``, relative to the current directory; the latter is the default."""
+def _config_directory(options: argparse.Namespace) -> Path:
+    """Return ``--config-path``, relative to the current directory, which is also the default."""
     if not options.config_name:
         raise ConfigError(
             "--config-name is missing",
@@ -155,24 +157,28 @@ def _directory(options: argparse.Namespace) -> Path:
     return Path(options.config_path or ".").absolute()
 
 
-def act(directory: Path, name: str, overrides: Sequence[str]) -> int:
+def run_action(directory: Path, name: str, overrides: Sequence[str]) -> int:
     """Compose and check the experiment, then do its action."""
     from flagscale.config.load import load
 
     loaded = load(directory, name, overrides)
     function = ACTIONS[loaded.options.action].function
-    return call(function, loaded.experiment, loaded.options)
+    return call_function(function, loaded.experiment, loaded.options)
 
 
-def _show(options: argparse.Namespace) -> int:
-    """Print the composed configuration; that something in it is hidden, beside it."""
+def _print_config(options: argparse.Namespace) -> int:
+    """Print the composed configuration, and a note on stderr if secrets are hidden."""
     from flagscale.config.compose import config_file
-    from flagscale.config.show import shown
-    from flagscale.config.sources import trace
+    from flagscale.config.show import show_config
+    from flagscale.config.sources import trace_sources
 
-    sources = trace(config_file(_directory(options), options.config_name), options.overrides)
-    text, hidden = shown(sources, options.cfg, package=options.package, resolved=options.resolve)
+    sources = trace_sources(
+        config_file(_config_directory(options), options.config_name), options.overrides
+    )
+    text, hidden = show_config(
+        sources, options.cfg, package=options.package, resolved=options.resolve
+    )
     print(text, end="")
     if hidden:
-        print("note: what looks like a secret is shown as <hidden>", file=sys.stderr)
+        print("note: values that look like secrets are shown as <hidden>", file=sys.stderr)
     return 0

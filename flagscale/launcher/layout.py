@@ -1,23 +1,23 @@
-"""Names of the files an experiment leaves in its directory. Standard library alone.
+"""Names of the files an experiment leaves in its directory. Standard library only.
 
 ::
 
     <exp_dir>/
       checkpoints/  tensorboard/  wandb/
       logs/
-        state.json                                the run that was last started here
+        state.json                                the run that was started last
         run.lock                                  held while a run is being started
         host_<rank>_<host>.output                 everything the host's script prints
-        scripts/host_<rank>_<host>_run.sh         one a host
+        scripts/host_<rank>_<host>_run.sh         one per host
         scripts/{config.yaml,overrides.yaml,plan.json}
         pids/host_<rank>_<host>.pid               the script's process
         details/host_<rank>_<host>/<run id>/      the run's directory on that host:
-          script agent.json exit.json             who runs and watches the job, how it ended
+          script agent.json exit.json             supervising processes, exit of the job
           liveness.json                           on host 0: attempt, hosts, first failure
-          status/rank_<rank>.{jsonl,place}        what the ranks report and where they are
-          status.<n>/…                            the same once the job was started n times more
+          status/rank_<rank>.{jsonl,place}        events and progress of the ranks
+          status.<n>/…                            the same for the n-th restart
           ranks/…/attempt_<n>/<local rank>/       torchrun's stdout.log, stderr.log, error.json
-          output                                  the host's output, once a later run has begun
+          output                                  the host's output, after a later run has begun
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ SCRIPT_FILE = "script"
 LIVENESS_FILE = "liveness.json"
 STATUS_DIRECTORY = "status"
 EARLIER_STATUS = "status-before-"
-"""Of starts of the same run that were before this one."""
+"""Prefix of the status directories of earlier starts of the same run."""
 RANKS_DIRECTORY = "ranks"
 OLD_OUTPUT_FILE = "output"
-# ext4, xfs and the like take 255 bytes a name; the rest of ours needs about 30 of them.
+# ext4 and xfs allow 255 bytes per name, and the rest of a name takes about 30.
 _MAX_HOST_BYTES = 100
 
 
 def status_directory(attempt: int) -> str:
-    """The name of the ranks' reports of one attempt, counted from 0, in a run's directory."""
+    """Return the name of the status directory of an attempt, counted from 0."""
     return f"{STATUS_DIRECTORY}.{attempt}" if attempt else STATUS_DIRECTORY
 
 
-def latest_status(run_dir: Path) -> Path:
-    """The directory of the reports of a run's latest attempt on a host."""
-    found = [p for p in run_dir.glob(f"{STATUS_DIRECTORY}.*") if p.suffix[1:].isdigit()]
-    return max(found, key=lambda p: int(p.suffix[1:]), default=run_dir / STATUS_DIRECTORY)
+def latest_status_directory(run_dir: Path) -> Path:
+    """Return the status directory of a run's latest attempt on a host."""
+    restarts = [p for p in run_dir.glob(f"{STATUS_DIRECTORY}.*") if p.suffix[1:].isdigit()]
+    return max(restarts, key=lambda p: int(p.suffix[1:]), default=run_dir / STATUS_DIRECTORY)
 
 
 def host_label(rank: int, host: str) -> str:
-    """``host_<rank>_<host>``, safe as a file name whatever the host is called."""
+    """Return ``host_<rank>_<host>``, made safe as a file name."""
     safe = re.sub(r"[^A-Za-z0-9.\-]", "_", host).encode()[:_MAX_HOST_BYTES].decode()
     return f"host_{rank}_{safe}"
 
 
 class HasRanks:
-    """A host's part of a run: its ranks follow each other."""
+    """Part of a run on one host, with consecutive ranks."""
 
     first_rank: int
     nproc: int
@@ -69,7 +69,7 @@ class HasRanks:
 
 @dataclass(frozen=True)
 class HostFiles(HasRanks):
-    """A host's part of a run, and where its files are."""
+    """Part of a run on one host, with the locations of its files."""
 
     name: str
     first_rank: int
@@ -79,7 +79,7 @@ class HostFiles(HasRanks):
 
 
 class _Below:
-    """A path below the experiment's directory."""
+    """Descriptor of a path below the experiment's directory."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -90,11 +90,13 @@ class _Below:
 
 @dataclass(frozen=True)
 class Layout:
-    """The paths of one experiment."""
+    """Paths of one experiment."""
 
     exp_dir: Path
     log_dir: Path | None = None
-    """``runner.log_dir``: where torchrun's logs and the runs' directories go instead."""
+    """``runner.log_dir``: directory of torchrun's logs and of the runs' directories, if not the
+    default.
+    """
 
     logs = _Below("logs")
     state = _Below("logs/state.json")

@@ -1,4 +1,4 @@
-"""The output of a run, every line with its ``host:rank`` in front."""
+"""Output of a run: lines with ``host:rank`` in front."""
 
 from __future__ import annotations
 
@@ -21,60 +21,68 @@ _READ_BYTES = 1 << 16
 
 
 class Output:
-    """A file that a host's script or a rank prints to, read in whole lines. ``label`` puts in front
-    of a line whose it is; None for lines that are not wanted."""
+    """Output file of a host's script or of a rank, read in whole lines.
+
+    ``label`` adds the origin in front of a line, or returns None to leave the line out.
+    """
 
     def __init__(self, path: Path, label: Callable[[str], str | None]) -> None:
         self.path = path
         self._label = label
         self._offset = 0
-        self._rest = ""
+        self._unfinished = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self, *, final: bool = False) -> Iterator[str]:
-        """The lines that have come since the last call; the unfinished one too if ``final``."""
-        return self._labelled(self._forwards(final))
+        """Yield the lines since the last call; with ``final``, also an unfinished one."""
+        return self._labelled(self._read_forwards(final))
 
     def last(self, count: int, *, final: bool = False) -> list[str]:
-        """The last so many lines so far, of which an unfinished one is one if ``final``."""
-        lines = list(islice(self._labelled(self._backwards()), count))[::-1]
+        """Return the last ``count`` lines so far; with ``final``, an unfinished one counts."""
+        lines = list(islice(self._labelled(self._read_backwards()), count))[::-1]
         lines += self.read(final=final)
         return lines[max(0, len(lines) - count) :]
 
     def _labelled(self, lines: Iterator[str]) -> Iterator[str]:
-        return (found for line in lines if (found := self._label(line)) is not None)
+        return (labelled for line in lines if (labelled := self._label(line)) is not None)
 
-    def _forwards(self, final: bool) -> Iterator[str]:
+    def _read_forwards(self, final: bool) -> Iterator[str]:
         with suppress(FileNotFoundError), self.path.open("rb") as file:
             file.seek(self._offset)
             while data := file.read(_READ_BYTES):
                 self._offset += len(data)
-                *lines, self._rest = (self._rest + self._decoder.decode(data)).split("\n")
+                *lines, self._unfinished = (self._unfinished + self._decoder.decode(data)).split(
+                    "\n"
+                )
                 yield from lines
-        if final and self._rest:
-            yield self._rest
-            self._rest = ""
+        if final and self._unfinished:
+            yield self._unfinished
+            self._unfinished = ""
 
-    def _backwards(self) -> Iterator[str]:
-        """The whole lines so far, the last one first. To be called before :meth:`read`, which then
-        gives what comes after them."""
+    def _read_backwards(self) -> Iterator[str]:
+        """Yield the whole lines so far, last one first.
+
+        Call it before :meth:`read`, which then continues behind them.
+        """
         with suppress(FileNotFoundError), self.path.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
-            lines = _backwards(file, end)
+            lines = _split_backwards(file, end)
             self._offset = end - len(next(lines))
             for line in lines:
                 yield line.decode("utf-8", "replace")
 
 
-def _backwards(file: BinaryIO, end: int) -> Iterator[bytes]:
-    """What the line ends before ``end`` part, the last piece first: nobody reads gigabytes to see
-    three lines."""
+def _split_backwards(file: BinaryIO, end: int) -> Iterator[bytes]:
+    """Yield the pieces between line ends before ``end``, last one first.
+
+    Reading backwards avoids reading gigabytes to show three lines.
+    """
     later: list[bytes] = []
     while end:
         begin = max(0, end - _READ_BYTES)
         file.seek(begin)
-        first, *others = file.read(end - begin).split(b"\n")
-        for line in reversed(others):
+        first, *lines = file.read(end - begin).split(b"\n")
+        for line in reversed(lines):
             yield b"".join((line, *reversed(later)))
             later = []
         later.append(first)
@@ -82,19 +90,25 @@ def _backwards(file: BinaryIO, end: int) -> Iterator[bytes]:
     yield b"".join(reversed(later))
 
 
-def of_hosts(state: RunState, rank: int | None = None) -> list[Output]:
-    """What the hosts' scripts and their ranks print, or only that rank. Raises
-    :class:`ConfigError` where there is no such rank."""
+def host_outputs(state: RunState, rank: int | None = None) -> list[Output]:
+    """Return the outputs of the hosts' scripts, which include their ranks', or of one rank.
+
+    Raises:
+        ConfigError: there is no such rank.
+    """
     if rank is not None and not 0 <= rank < state.world_size:
         ranks = f"ranks 0 to {state.world_size - 1}"
         raise ConfigError(f"rank={rank}: run {state.run_id} has {ranks}")
     hosts = (host for host in state.hosts if rank is None or rank in host.ranks)
-    return [Output(host.output, _of_host(host.name, rank)) for host in hosts]
+    return [Output(host.output, _host_labeller(host.name, rank)) for host in hosts]
 
 
-def _of_host(name: str, rank: int | None) -> Callable[[str], str | None]:
-    """torchrun already puts ``host:rank: `` in front of the lines of ranks; what the script, the
-    agent and torchrun say themselves gets ``host: ``."""
+def _host_labeller(name: str, rank: int | None) -> Callable[[str], str | None]:
+    """Return the function that labels a host's lines.
+
+    torchrun already puts ``host:rank: `` in front of the lines of ranks. Lines of the script, the
+    agent and torchrun get ``host: ``.
+    """
     ranks = r"\d+" if rank is None else str(rank)
     of_rank = re.compile(rf"{re.escape(name)}:{ranks}: ")
 
@@ -106,8 +120,8 @@ def _of_host(name: str, rank: int | None) -> Callable[[str], str | None]:
     return label
 
 
-def _of_ranks(state: RunState, rank: int | None) -> Iterator[Output]:
-    """The files that torchrun writes for each rank."""
+def _rank_outputs(state: RunState, rank: int | None) -> Iterator[Output]:
+    """Yield the files that torchrun writes for each rank."""
     for host in state.hosts:
         for number in host.ranks if rank is None else {rank}.intersection(host.ranks):
             label = f"{host.name}:{number}: {{}}".format
@@ -115,26 +129,30 @@ def _of_ranks(state: RunState, rank: int | None) -> Iterator[Output]:
                 yield from (Output(path, label) for path in rank_logs(host, number, name))
 
 
-def lines_of(state: RunState, rank: int | None = None, count: int | None = None) -> Iterator[str]:
-    """Every line of a run so far, one host after the other, or the last ``count`` of each. A run
-    without an output file, whose script was started by hand in a terminal, has the files that
-    torchrun writes for each rank."""
-    found = False
-    for outputs in (of_hosts(state, rank), _of_ranks(state, rank)):
-        for output in () if found else outputs:
-            read = output.read(final=True) if count is None else output.last(count, final=True)
-            for line in read:
-                found = True
+def read_lines(state: RunState, rank: int | None = None, count: int | None = None) -> Iterator[str]:
+    """Yield all lines of a run so far, host by host, or the last ``count`` of each.
+
+    A run without an output file, whose script was started by hand in a terminal, has torchrun's
+    files of each rank.
+    """
+    any_line = False
+    for outputs in (host_outputs(state, rank), _rank_outputs(state, rank)):
+        for output in () if any_line else outputs:
+            lines = output.read(final=True) if count is None else output.last(count, final=True)
+            for line in lines:
+                any_line = True
                 yield line
 
 
-def follow(outputs: Sequence[Output], ended: Callable[[], bool]) -> Iterator[str]:
-    """Lines as they come until ``ended``, then the rest. Polls: a run's files may lie on a file
-    system that tells nobody of changes."""
-    over = False
-    while not over:
-        over = ended()
+def follow_lines(outputs: Sequence[Output], ended: Callable[[], bool]) -> Iterator[str]:
+    """Yield lines as they come until ``ended`` returns true, then the remaining ones.
+
+    It polls, because a shared file system may not notify of changes.
+    """
+    finished = False
+    while not finished:
+        finished = ended()
         for output in outputs:
-            yield from output.read(final=over)
-        if not over:
+            yield from output.read(final=finished)
+        if not finished:
             time.sleep(POLL_SECONDS)

@@ -1,47 +1,51 @@
-"""From an experiment to a plan: what every runner needs on the way."""
+"""Construction of a checked plan from an experiment, for every runner."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from flagscale.config import placement
-from flagscale.config.arguments.values import did_you_mean
-from flagscale.config.checks import Arguments, check_world, notes
+from flagscale.config.arguments.spec.values import did_you_mean
+from flagscale.config.checks import check_world, experiment_notes
+from flagscale.config.placement import check_placement, order_by_mesh, placement_notes
 from flagscale.config.schema import SPECIFIC_SECTIONS, Experiment
-from flagscale.config.sources import place_of
-from flagscale.config.yaml_file import short
+from flagscale.config.sources import find_place
+from flagscale.config.yaml_file import short_path
 from flagscale.errors import ConfigError, Problem
 from flagscale.hosts.hostfile import Host, choose_hosts, is_loopback, read_hostfile
-from flagscale.hosts.names import compress
+from flagscale.hosts.names import compress_names
 from flagscale.launcher.liveness import secret
-from flagscale.launcher.planning.assignment import describe_machines, assign_ranks
-from flagscale.launcher.planning.backends import backend_problems
-from flagscale.launcher.planning.device_binding import chip_problems
-from flagscale.launcher.planning.environment import shell_notes
+from flagscale.launcher.planning.assignment import assign_ranks, describe_machines
+from flagscale.launcher.planning.backends import check_backend
+from flagscale.launcher.planning.device_support import check_device_support
+from flagscale.launcher.planning.environment import note_unexpanded_variables
 from flagscale.launcher.planning.model import LaunchPlan, RunnerHandle
-from flagscale.launcher.planning.plan import plan, wanted_port
+from flagscale.launcher.planning.plan import plan, requested_port
 from flagscale.launcher.state import new_run_id
 
-# What a dry run shows where only the master host could tell.
+# Port shown by a dry run; a run uses a port that is free on the master host.
 _DRY_PORT = 29500
 
 
-def hosts_of(experiment: Experiment) -> tuple[Host, ...]:
-    """The hosts that take part. Raises :class:`ConfigError` where there are none to take part, and
-    for what is given for a host or a type that the hostfile does not have."""
+def select_hosts(experiment: Experiment) -> tuple[Host, ...]:
+    """Return the hosts that take part.
+
+    Raises:
+        ConfigError: If there are none, or a setting is for a host or a device type that the
+            hostfile does not have.
+    """
     runner = experiment.runner
     listed = None
     if runner.hostfile is not None:
         listed = read_hostfile(runner.hostfile)
-        problems = unknown_names(experiment, listed)
+        problems = find_unknown_names(experiment, listed)
         if problems:
             raise ConfigError(problems)
     chosen = choose_hosts(listed, runner.hostfile, runner.nnodes, runner.type)
-    return placement.by_mesh(experiment, chosen)
+    return order_by_mesh(experiment, chosen)
 
 
-def unprobed_plan(
+def build_unprobed_plan(
     experiment: Experiment,
     hosts: Sequence[Host],
     runner: RunnerHandle,
@@ -49,115 +53,132 @@ def unprobed_plan(
     here: bool,
     late: bool = False,
 ) -> LaunchPlan:
-    """The plan as far as this machine can tell, without a word to any other. ``here``: this machine
-    is the only host; ``late``: hosts are given, and asked, when the run's job starts."""
-    asked_port = wanted_port(experiment.runner)
-    made = plan(
+    """Return the plan without contacting any host.
+
+    Args:
+        here: True if this machine is the only host.
+        late: True if the hosts are allocated, and probed, when the run's job starts.
+    """
+    port = requested_port(experiment.runner)
+    launch_plan = plan(
         experiment,
         assign_ranks(experiment, hosts, describe_machines(experiment, hosts, {}, here=here)),
         run_id=new_run_id(),
-        master_port=asked_port or _DRY_PORT,
+        master_port=port or _DRY_PORT,
         runner=runner,
         shared_fs=here or not experiment.runner.no_shared_fs,
-        run_secret=secret.new(),
+        run_secret=secret.generate_secret(),
     )
-    told = []
+    notes = []
     if late:
-        return checked(experiment, made)
-    if asked_port is None:
-        told.append(f"a run picks a port that is free on {hosts[0].name}, in place of {_DRY_PORT}")
+        return check_plan(experiment, launch_plan)
+    if port is None:
+        notes.append(f"a run uses a port that is free on {hosts[0].name} instead of {_DRY_PORT}")
     if experiment.runner.preflight and not here:
-        told.append("a run asks every host for its cores, GPUs and interface; no host was asked")
-    return checked(experiment, made, *told, *loopback_notes(made))
+        notes.append("a run probes the cores, GPUs and interface of every host; no host was probed")
+    return check_plan(experiment, launch_plan, *notes, *note_loopback_address(launch_plan))
 
 
-def checked(experiment: Experiment, made: LaunchPlan, *more: str) -> LaunchPlan:
-    """The plan with its notes. Raises :class:`ConfigError` where its ranks don't fit."""
+def check_plan(experiment: Experiment, launch_plan: LaunchPlan, *extra_notes: str) -> LaunchPlan:
+    """Check a plan, and return it with its notes and ``extra_notes``.
+
+    Raises:
+        ConfigError: If the configuration does not fit the plan's hosts and ranks.
+    """
     problems = [
-        *backend_problems(experiment),
-        *check_world(experiment, made.world_size),
-        *chip_problems(experiment, made.hosts),
+        *check_backend(experiment),
+        *check_world(experiment, launch_plan.world_size),
+        *check_device_support(experiment, launch_plan.hosts),
     ]
-    problems = problems or placement.problems(experiment, made.hosts)
+    problems = problems or check_placement(experiment, launch_plan.hosts)
     if problems:
         raise ConfigError(problems)
-    told = (
-        *notes(experiment, made.world_size),
-        *placement.notes(experiment, made.hosts),
-        *_estimated(experiment, made),
-        *shell_notes(experiment),
-        *_notes_on_hosts(experiment, made),
-        *more,
+    all_notes = (
+        *experiment_notes(experiment, launch_plan.world_size),
+        *placement_notes(experiment, launch_plan.hosts),
+        *_note_estimates(experiment, launch_plan),
+        *note_unexpanded_variables(experiment),
+        *_note_hosts(experiment, launch_plan),
+        *extra_notes,
     )
-    return replace(made, notes=told)
+    return replace(launch_plan, notes=all_notes)
 
 
-def _estimated(experiment: Experiment, made: LaunchPlan) -> Iterator[str]:
-    """What a step takes, where the hostfile says of what kind devices are, or they are unlike."""
-    unlike = Arguments.of(experiment)["enable_hetero"]
-    if unlike or any(host.device_type for host in made.hosts):
-        from flagscale.estimate.notes import notes as estimated
+def _note_estimates(experiment: Experiment, launch_plan: LaunchPlan) -> Iterator[str]:
+    """Yield notes on step time and memory, if the device types are given or heterogeneous."""
+    heterogeneous = experiment.train["enable_hetero"]
+    if heterogeneous or any(host.device_type for host in launch_plan.hosts):
+        from flagscale.estimate.notes import estimate_notes
 
-        yield from estimated(experiment, made.hosts)
+        yield from estimate_notes(experiment, launch_plan.hosts)
 
 
-def loopback_notes(made: LaunchPlan) -> Iterator[str]:
-    """That a master has an address by which every host means itself."""
-    if len(made.hosts) > 1 and is_loopback(made.master_addr):
+def note_loopback_address(launch_plan: LaunchPlan) -> Iterator[str]:
+    """Yield a note if the master's address is a loopback address, which differs on every host."""
+    if len(launch_plan.hosts) > 1 and is_loopback(launch_plan.master_addr):
         yield (
-            f"{made.master_addr} is a loopback address, which leads every machine to itself: give "
-            "the hostfile's addr=, or experiment.runner.master_addr"
+            f"{launch_plan.master_addr} is a loopback address, at which every machine reaches "
+            "itself: set addr= in the hostfile, or experiment.runner.master_addr"
         )
 
 
-def _notes_on_hosts(experiment: Experiment, made: LaunchPlan) -> Iterator[str]:
-    wanted, there = experiment.runner.nnodes, len(made.hosts)
-    if wanted is not None and wanted > there:
-        asked = f"experiment.runner.nnodes is {wanted}"
-        yield f"{there} host(s) take part: {asked}, the hostfile has {there}"
+def _note_hosts(experiment: Experiment, launch_plan: LaunchPlan) -> Iterator[str]:
+    """Yield notes on the number of hosts, and on settings for hosts that do not take part."""
+    nnodes, host_count = experiment.runner.nnodes, len(launch_plan.hosts)
+    if nnodes is not None and nnodes > host_count:
+        yield (
+            f"{host_count} host(s) take part: experiment.runner.nnodes is {nnodes}, the hostfile "
+            f"has {host_count}"
+        )
     if experiment.runner.hostfile is not None:
         return
-    names = [host.name for host in made.hosts]
-    types = {host.device_type for host in made.hosts if host.device_type}
-    idle = [key for key, _, _ in _unmatched(experiment, types, names)]
-    if idle:
+    names = [host.name for host in launch_plan.hosts]
+    types = {host.device_type for host in launch_plan.hosts if host.device_type}
+    unused = [key for key, _, _ in _find_unused_settings(experiment, types, names)]
+    if unused:
         hosts = "the only host is" if len(names) == 1 else "the hosts are"
         kind = f"of type {' or '.join(sorted(types))}" if types else "of no type"
         yield (
-            f"{', '.join(idle)}: not used, since without experiment.runner.hostfile {hosts} "
-            f"{compress(names)}, {kind}"
+            f"{', '.join(unused)}: not used, since without experiment.runner.hostfile {hosts} "
+            f"{compress_names(names)}, {kind}"
         )
 
 
-def unknown_names(experiment: Experiment, listed: Sequence[Host]) -> list[Problem]:
-    """Names that are no host's and no type's of the whole hostfile, ``listed``: a run of some of
-    its hosts still may say what is different on the others."""
+def find_unknown_names(experiment: Experiment, listed: Sequence[Host]) -> list[Problem]:
+    """Return the problems of settings for hosts or device types that the hostfile does not have.
+
+    ``listed`` are all hosts of the hostfile: a run of some of them may keep settings for the
+    others.
+    """
     hostfile = experiment.runner.hostfile
-    where = short(hostfile) if hostfile else "the hostfile"
+    source = short_path(hostfile) if hostfile else "the hostfile"
     types = list(dict.fromkeys(host.device_type for host in listed if host.device_type))
     names = [host.name for host in listed]
     problems = []
-    for key, name, by_type in _unmatched(experiment, types, set(names)):
-        known, what = (types, "type") if by_type else (names, "name")
-        there = f"it has {compress(known)}" if known else "its lines have no type="
-        near = did_you_mean(name, known) or f"; {there}"
-        message = f"no host in {where} has this {what}{near}"
-        problems.append(Problem(key, message, place_of(experiment.sources, key)))
+    for key, name, by_type in _find_unused_settings(experiment, types, set(names)):
+        valid, attribute = (types, "type") if by_type else (names, "name")
+        available = f"it has {compress_names(valid)}" if valid else "its lines have no type="
+        hint = did_you_mean(name, valid) or f"; {available}"
+        message = f"no host in {source} has this {attribute}{hint}"
+        problems.append(Problem(key, message, find_place(experiment.sources, key)))
     return problems
 
 
-def _unmatched(
+def _find_unused_settings(
     experiment: Experiment, types: Collection[str], names: Collection[str]
 ) -> Iterator[tuple[str, str, bool]]:
-    """Dotted key and name of every part for a type or a host that is none of these, and whether
-    it is for a type."""
+    """Yield the settings for a device type or a host that is not among these.
+
+    Yields:
+        Dotted key, name, and True if the setting is for a device type.
+    """
     envs = experiment.envs
-    for prefix, parts in (
+    for prefix, sections in (
         ("", (experiment.by_type, experiment.by_host)),
         ("experiment.envs.", (envs.by_type, envs.by_host)),
     ):
-        for section, given in zip(SPECIFIC_SECTIONS, parts, strict=True):
+        for section, overrides in zip(SPECIFIC_SECTIONS, sections, strict=True):
             by_type = section == SPECIFIC_SECTIONS[0]
-            for name in given:
+            for name in overrides:
                 if name not in (types if by_type else names):
                     yield f"{prefix}{section}.{name}", name, by_type

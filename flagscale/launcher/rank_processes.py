@@ -1,12 +1,12 @@
-"""What starts the ranks of a command on one host, in the place of torchrun: standard library alone.
+"""Launcher of the ranks of a command on one host, in place of torchrun. Standard library alone.
 
 ``python -c … --nproc_per_node N … -- COMMAND …`` starts the command N times, each with the
-environment that torchrun would give it, and stays until all have ended. Its options, the files of
-the ranks' output and the table of those that failed are torchrun's, so that whoever looks at a run
-need not know which of the two it was.
+environment that torchrun would set, and waits until all have ended. Options, output files of the
+ranks and the table of failed ranks are those of torchrun, so that other code need not distinguish
+the two.
 
-One rank that fails ends the others: TERM, and KILL after ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``
-seconds. The exit code is that of the rank that failed first, 128+n where a signal ended it.
+If one rank fails, the others are ended: TERM, and KILL after ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``
+seconds. The exit code is that of the rank that failed first, 128+n for a signal.
 """
 
 from __future__ import annotations
@@ -37,43 +37,46 @@ _NOT_FOUND = 127
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
-class Stream:
-    """A stream of a rank that goes to a file; ``label`` stands before each line that is shown."""
+class RankStream:
+    """An output stream of a rank, which goes to a file.
+
+    If ``label`` is not None, its lines are printed as well, each with the label in front.
+    """
 
     def __init__(self, path: Path, label: bytes | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.file = path.open("wb", buffering=0)
-        self._label, self._rest = label, b""
+        self._label, self._incomplete = label, b""
         self._reader: BinaryIO | None = path.open("rb") if label is not None else None
 
-    def show(self, *, final: bool = False) -> None:
-        """Show the lines that are new; the unfinished one too if ``final``."""
-        shown: list[bytes] = []
+    def print_lines(self, *, final: bool = False) -> None:
+        """Print the new lines; with ``final``, an incomplete last line too."""
+        output: list[bytes] = []
         while self._reader is not None and (data := self._reader.read(_READ_BYTES)):
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            shown += (b"%s%s\n" % (self._label, line) for line in lines)
-        # A bar of progress may never end its line.
-        if self._rest and (final or len(self._rest) >= _READ_BYTES):
-            shown.append(b"%s%s\n" % (self._label, self._rest))
-            self._rest = b""
-        # A disk that is full must not end the ranks: their own files are the same disk's.
+            *lines, self._incomplete = (self._incomplete + data).split(b"\n")
+            output += (b"%s%s\n" % (self._label, line) for line in lines)
+        # A progress bar may never end its line.
+        if self._incomplete and (final or len(self._incomplete) >= _READ_BYTES):
+            output.append(b"%s%s\n" % (self._label, self._incomplete))
+            self._incomplete = b""
+        # A full disk must not end the ranks: their own files are on the same disk.
         with suppress(OSError):
-            os.write(sys.stdout.fileno(), b"".join(shown))
+            os.write(sys.stdout.fileno(), b"".join(output))
 
 
-class Rank:
-    """One of the host's ranks. ``code`` is negative for a signal, None as long as it lives."""
+class RankProcess:
+    """One of the host's ranks. ``code`` is negative for a signal, None while it is running."""
 
-    def __init__(self, number: int, local: int, streams: Mapping[str, Stream]) -> None:
+    def __init__(self, number: int, local: int, streams: Mapping[str, RankStream]) -> None:
         self.number, self.local, self.streams = number, local, streams
         self.code: int | None = None
         self.ended, self.pid = 0.0, 0
-        self.told = False
-        """Whether it was to end because another one had failed, or a signal asked for it."""
+        self.terminated = False
+        """True if it was terminated because another rank had failed, or because of a signal."""
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start its process. A program that is not there is a failure of the rank's own."""
+        """Start the process. A missing program is a failure of the rank."""
         outputs = {name: stream.file for name, stream in self.streams.items()}
         try:
             self._process = subprocess.Popen(
@@ -85,68 +88,70 @@ class Rank:
             os.write(outputs["stderr"].fileno() if "stderr" in outputs else 2, text)
             self.code, self.ended = _NOT_FOUND, time.time()
 
-    def look(self) -> None:
-        """See whether it has ended."""
+    def poll(self) -> None:
+        """Update ``code`` if the process has ended."""
         if self.code is None and self._process is not None:
             self.code, self.ended = self._process.poll(), time.time()
 
-    def send(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         if self.code is None and self._process is not None:
             self._process.send_signal(number)
 
 
-class Ranks:
-    """All of them, from their start to their end."""
+class RankGroup:
+    """All ranks of the host, from start to end."""
 
-    def __init__(self, ranks: Sequence[Rank], shutdown: float, grace: float) -> None:
+    def __init__(self, ranks: Sequence[RankProcess], shutdown: float, grace: float) -> None:
         self._ranks, self._shutdown, self._grace = ranks, shutdown, grace
-        self._asked = False
+        self._end_requested = False
         self._end_at = self._kill_at = float("inf")
-        self.failed: list[Rank] = []
-        """Those that failed by themselves, in this order."""
+        self.failed: list[RankProcess] = []
+        """Ranks that failed by themselves, in order."""
 
-    def ask(self, *_signal: object) -> None:
-        """Take a signal that asks for the end."""
-        self._asked = True
+    def request_end(self, *_signal: object) -> None:
+        """Handle a signal that requests the end."""
+        self._end_requested = True
 
     def wait(self) -> int:
-        """Stay until all have ended; the exit code."""
+        """Wait until all ranks have ended, and return the exit code."""
         while any(rank.code is None for rank in self._ranks):
             time.sleep(_POLL_SECONDS)
-            self._turn(time.monotonic())
-        self._turn(time.monotonic())
+            self._update(time.monotonic())
+        self._update(time.monotonic())
         for stream in (stream for rank in self._ranks for stream in rank.streams.values()):
-            stream.show(final=True)
+            stream.print_lines(final=True)
         codes = [rank.code or 0 for rank in (*self.failed, *self._ranks)]
         code = next((code for code in codes if code), 0)
         return code if code >= 0 else 128 - code
 
-    def _turn(self, now: float) -> None:
+    def _update(self, now: float) -> None:
         for rank in self._ranks:
-            rank.look()
+            rank.poll()
             for stream in rank.streams.values():
-                stream.show()
-            if rank.code and not rank.told and rank not in self.failed:
+                stream.print_lines()
+            if rank.code and not rank.terminated and rank not in self.failed:
                 self.failed.append(rank)
-                # One that TERM has ended is the first of those that a stop was told to: the others
-                # may be saving what they have.
-                wait = self._grace if rank.code in _TERMINATED else 0.0
-                self._end_at = min(self._end_at, now + wait)
-        if self._asked or now >= self._end_at:
-            self._end(now)
+                # A rank that was ended by TERM is the first to react to a stop: the others may be
+                # saving.
+                grace = self._grace if rank.code in _TERMINATED else 0.0
+                self._end_at = min(self._end_at, now + grace)
+        if self._end_requested or now >= self._end_at:
+            self._end_ranks(now)
 
-    def _end(self, now: float) -> None:
+    def _end_ranks(self, now: float) -> None:
         for rank in self._ranks:
-            if rank.code is None and not rank.told:
-                rank.told = True
-                rank.send(signal.SIGTERM)
+            if rank.code is None and not rank.terminated:
+                rank.terminated = True
+                rank.send_signal(signal.SIGTERM)
                 self._kill_at = now + self._shutdown
             elif now >= self._kill_at:
-                rank.send(signal.SIGKILL)
+                rank.send_signal(signal.SIGKILL)
 
 
-def table(failed: Sequence[Rank], host: str) -> str:
-    """The ranks that failed, as torchrun tells it: :func:`.liveness.diagnosis.parse_table`."""
+def format_failures(failed: Sequence[RankProcess], host: str) -> str:
+    """Return the table of failed ranks in torchrun's format:
+    :func:`.liveness.diagnosis.parse_table`.
+    """
     entries = (
         f"[{number}]:\n"
         f"  time      : {datetime.fromtimestamp(rank.ended).isoformat()}\n"
@@ -158,10 +163,15 @@ def table(failed: Sequence[Rank], host: str) -> str:
     return f"flagscale: {len(failed)} rank(s) of this host failed\nFailures:\n{''.join(entries)}"
 
 
-def streams_of(text: str, local: int) -> tuple[str, ...]:
-    """The streams that ``--tee`` or ``--redirects`` names for a local rank: 0 none, 1 stdout, 2
-    stderr, 3 both; or ``local rank:number``, with commas, for some ranks alone. Raises
-    :class:`ValueError` for anything else."""
+def parse_streams(text: str, local: int) -> tuple[str, ...]:
+    """Parse ``--tee`` or ``--redirects`` for a local rank.
+
+    The value is 0 for none, 1 for stdout, 2 for stderr or 3 for both; or comma-separated pairs
+    ``local rank:number`` for some ranks.
+
+    Raises:
+        ValueError: For any other value.
+    """
     pairs = [pair.rpartition(":") for pair in text.split(",")]
     numbers = {int(rank) if colon else None: int(number) for rank, colon, number in pairs}
     if not set(numbers.values()) <= {0, *STREAMS} or (None in numbers and len(pairs) > 1):
@@ -169,7 +179,7 @@ def streams_of(text: str, local: int) -> tuple[str, ...]:
     return STREAMS.get(numbers.get(local, numbers.get(None, 0)), ())
 
 
-def _parser() -> argparse.ArgumentParser:
+def _create_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flagscale.launcher.rank_processes", description=__doc__)
     for kind, names in _OPTIONS.items():
         for name in names.split():
@@ -177,10 +187,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _environment(options: argparse.Namespace, local: int) -> dict[str, str]:
-    """What a rank finds in its environment, as torchrun says it."""
+def _rank_environment(options: argparse.Namespace, local: int) -> dict[str, str]:
+    """Return the environment of a rank, with the variables that torchrun sets."""
     rank = options.first_rank + local
-    told = {
+    variables = {
         "RANK": rank,
         "LOCAL_RANK": local,
         "WORLD_SIZE": options.world_size,
@@ -191,34 +201,35 @@ def _environment(options: argparse.Namespace, local: int) -> dict[str, str]:
         "MASTER_PORT": options.master_port,
     }
     inherited = {name: value for name, value in os.environ.items() if name != PREFIX}
-    return {**inherited, **{name: str(value) for name, value in told.items()}}
+    return {**inherited, **{name: str(value) for name, value in variables.items()}}
 
 
-def _rank(options: argparse.Namespace, local: int, directory: Path) -> Rank:
+def _create_rank(options: argparse.Namespace, local: int, directory: Path) -> RankProcess:
     number = options.first_rank + local
     label = os.environ.get(PREFIX, "${rank}: ").replace("${rank}", str(number)).encode()
-    shown = streams_of(options.tee, local)
+    printed = parse_streams(options.tee, local)
     streams = {
-        name: Stream(directory / f"{local}/{name}.log", label if name in shown else None)
-        for name in {*shown, *streams_of(options.redirects, local)}
+        name: RankStream(directory / f"{local}/{name}.log", label if name in printed else None)
+        for name in {*printed, *parse_streams(options.redirects, local)}
     }
-    return Rank(number, local, streams)
+    return RankProcess(number, local, streams)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the ranks of one host until all have ended, and return the exit code."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    at = argv.index("--")
-    options, command = _parser().parse_args(argv[:at]), argv[at + 1 :]
+    separator = argv.index("--")
+    options, command = _create_parser().parse_args(argv[:separator]), argv[separator + 1 :]
     directory = Path(options.log_dir, f"{options.rdzv_id}_{os.getpid()}", "attempt_0")
-    made = [_rank(options, local, directory) for local in range(options.nproc_per_node)]
-    ranks = Ranks(made, float(os.environ.get(SHUTDOWN) or 30), options.stop_grace)
+    ranks = [_create_rank(options, local, directory) for local in range(options.nproc_per_node)]
+    group = RankGroup(ranks, float(os.environ.get(SHUTDOWN) or 30), options.stop_grace)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, ranks.ask)
-    for rank in made:
-        rank.start(command, _environment(options, rank.local))
-    code = ranks.wait()
-    if ranks.failed:
+        signal.signal(number, group.request_end)
+    for rank in ranks:
+        rank.start(command, _rank_environment(options, rank.local))
+    code = group.wait()
+    if group.failed:
         host = os.environ.get(PREFIX, "").partition(":")[0] or os.uname().nodename
         with suppress(OSError):
-            print(table(ranks.failed, host), file=sys.stderr, flush=True)
+            print(format_failures(group.failed, host), file=sys.stderr, flush=True)
     return code

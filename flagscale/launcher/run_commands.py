@@ -1,5 +1,4 @@
-"""What is done with a run that was started before, whoever found it. Each function that stands for
-a command returns its exit code."""
+"""Commands on existing runs: query, logs, stop. Their functions return the exit code."""
 
 from __future__ import annotations
 
@@ -12,94 +11,111 @@ from dataclasses import replace
 from flagscale.config.schema import Options
 from flagscale.errors import RunStateError, UnreachableError
 from flagscale.launcher import logs, runs, snapshot
-from flagscale.launcher.runners.base import Runner, runner_of
+from flagscale.launcher.runners.base import Runner, runner_for_run
 from flagscale.launcher.snapshot import Phase, Snapshot
-from flagscale.launcher.state import RunState, latest
-from flagscale.launcher.stop_result import Stopped, cost, require_recorded, require_stopped
+from flagscale.launcher.state import RunState, reload_state
+from flagscale.launcher.stop_result import (
+    StopResult,
+    describe_lost_work,
+    require_recorded,
+    require_stopped,
+)
 
 _FOLLOW_SECONDS = 1.0
 _FOLLOW_LINES = 100
 
 
-def act(text: str, options: Options) -> int:
-    """Do the action of ``options`` with the run that a text names, see :func:`.runs.find`."""
-    return ACTIONS[options.action](runs.named(text), options)
+def run_named_action(text: str, options: Options) -> int:
+    """Do the action of ``options`` with the run that a text names, see :func:`.runs.find_run`."""
+    return ACTIONS[options.action](runs.require_run(text), options)
 
 
-def query(state: RunState, options: Options) -> int:
-    """Tell the state of a run; with ``follow`` until it ends. 1 if it failed while it was
-    followed, 3 if a host does not answer."""
-    from flagscale.launcher.show.view import watch
+def print_state(state: RunState, options: Options) -> int:
+    """Print the state of a run; with ``follow``, until it ends.
 
-    def look() -> Snapshot:
-        now = latest(state)  # a stop is told by the state
-        return runs.remember(now, runner.query(now, with_lines=options.follow))
+    Return 1 if it failed while being followed, 3 if a host does not answer.
+    """
+    from flagscale.launcher.show.view import show_snapshots
 
-    with closing(runner_of(state)) as runner:
-        last = watch(look, follow=options.follow, as_json=options.json, every=_FOLLOW_SECONDS)
+    def take_snapshot() -> Snapshot:
+        now = reload_state(state)  # The state records a stop.
+        return runs.remember_outcome(now, runner.query(now, with_lines=options.follow))
+
+    with closing(runner_for_run(state)) as runner:
+        last = show_snapshots(
+            take_snapshot, follow=options.follow, as_json=options.json, every=_FOLLOW_SECONDS
+        )
     if options.follow and last.phase in (Phase.FAILED, Phase.LOST):
         return 1
     return 3 if any(row.phase is Phase.UNREACHABLE for row in last.hosts) else 0
 
 
-def show_logs(state: RunState, options: Options) -> int:
-    """Print the output of a run, every line with host and rank."""
-    with closing(runner_of(state)) as runner:
+def print_logs(state: RunState, options: Options) -> int:
+    """Print the output of a run, with host and rank in front of every line."""
+    with closing(runner_for_run(state)) as runner:
         runner.bring_output(state)
-        # A scheduler's hosts have names once they are given.
-        state = latest(state)
+        # With a scheduler, hosts have names after they are allocated.
+        state = reload_state(state)
         if options.follow:
-            _follow(runner, state, options)
+            _follow_logs(runner, state, options)
             return 0
         silent = True
-        for line in logs.lines_of(state, options.rank, options.lines):
+        for line in logs.read_lines(state, options.rank, options.lines):
             silent = False
             print(line)
     if silent and options.lines != 0:
-        who = f"run {state.run_id}" if options.rank is None else f"rank {options.rank}"
-        files = ", ".join(str(output.path) for output in logs.of_hosts(state, options.rank))
-        print(f"note: {who} has written nothing so far; its log is {files}", file=sys.stderr)
+        subject = f"run {state.run_id}" if options.rank is None else f"rank {options.rank}"
+        files = ", ".join(str(output.path) for output in logs.host_outputs(state, options.rank))
+        print(f"note: {subject} has written nothing so far; its log is {files}", file=sys.stderr)
     return 0
 
 
-def _follow(runner: Runner, state: RunState, options: Options) -> None:
-    outputs = logs.of_hosts(state, options.rank)
+def _follow_logs(runner: Runner, state: RunState, options: Options) -> None:
+    outputs = logs.host_outputs(state, options.rank)
     for output in outputs:
         for line in output.last(_FOLLOW_LINES if options.lines is None else options.lines):
             print(line)
     sys.stdout.flush()
-    for line in logs.follow(outputs, lambda: runner.ended(state)):
+    for line in logs.follow_lines(outputs, lambda: runner.ended(state)):
         print(line, flush=True)
 
 
 def stop(state: RunState, _options: Options) -> int:
-    """End a run, if it lives."""
+    """End a run if it is alive."""
 
-    def tell(seconds: float) -> None:
+    def report_duration(seconds: float) -> None:
         print(f"run {state.run_id} of {state.name} stopped in {seconds:.1f} s", flush=True)
 
-    phase = finish(state, tell)
+    phase = stop_run(state, report_duration)
     if phase is not None:
         ended = f"has ended already ({phase.value}); nothing to stop"
         print(f"run {state.run_id} of {state.name} {ended}")
     return 0
 
 
-def finish(state: RunState, tell: Callable[[float], None] = lambda _seconds: None) -> Phase | None:
-    """End a run: None, or what it was if it had ended before. ``tell`` hears how many seconds that
-    took, before what keeps the disk from recording it is raised. Raises
-    :class:`UnreachableError` where it may live on, and :class:`RunStateError` where it does."""
+def stop_run(
+    state: RunState, report_duration: Callable[[float], None] = lambda _seconds: None
+) -> Phase | None:
+    """End a run. Return None, or its phase if it had ended before.
+
+    ``tell`` is called with the duration in seconds, before an error about recording the stop is
+    raised.
+
+    Raises:
+        UnreachableError: the run may still be alive on hosts that do not answer.
+        RunStateError: the run is alive, or its stop could not be recorded.
+    """
     began = time.monotonic()
-    with closing(runner_of(state)) as runner:
-        stopped = end(runner, state)
-        require_stopped(state, stopped)
-        if stopped.swept:
-            tell(time.monotonic() - began)
-            now = replace(latest(state), stop_requested=time.time())
-            runs.remember(now, snapshot.take(now, {}))
-            require_recorded(state, stopped)
+    with closing(runner_for_run(state)) as runner:
+        result = end_run(runner, state)
+        require_stopped(state, result)
+        if result.ended_processes:
+            report_duration(time.monotonic() - began)
+            now = replace(reload_state(state), stop_requested=time.time())
+            runs.remember_outcome(now, snapshot.take_snapshot(now, {}))
+            require_recorded(state, result)
             return None
-        phase = runs.remember(state, runner.query(state)).phase
+        phase = runs.remember_outcome(state, runner.query(state)).phase
     if phase.ended:
         return phase
     raise RunStateError(
@@ -109,22 +125,22 @@ def finish(state: RunState, tell: Callable[[float], None] = lambda _seconds: Non
     )
 
 
-ACTIONS = {"query": query, "logs": show_logs, "stop": stop}
+ACTIONS = {"query": print_state, "logs": print_logs, "stop": stop}
 
 
-def end(runner: Runner, state: RunState) -> Stopped:
-    """End a run, and warn of what that has cost."""
+def end_run(runner: Runner, state: RunState) -> StopResult:
+    """End a run, and print a warning about lost work."""
     since = time.time()
-    stopped = runner.stop(state)
-    lost = cost(state, stopped, since)
-    if lost:
-        print(f"warning: {lost}", file=sys.stderr, flush=True)
-    return stopped
+    result = runner.stop(state)
+    lost_work = describe_lost_work(state, result, since)
+    if lost_work:
+        print(f"warning: {lost_work}", file=sys.stderr, flush=True)
+    return result
 
 
-def interrupt(runner: Runner, state: RunState) -> None:
-    """End a run on whose launcher a signal has called: no error may take its place."""
+def interrupt_run(runner: Runner, state: RunState) -> None:
+    """End a run whose launcher received a signal. Errors are printed, not raised."""
     try:
-        require_recorded(state, end(runner, state))
+        require_recorded(state, end_run(runner, state))
     except (RunStateError, UnreachableError) as error:
         print(f"warning: {error}", file=sys.stderr, flush=True)

@@ -1,9 +1,9 @@
-"""The user's runs: a small file each, whatever becomes of the directory that a run writes to.
+"""Registry of the user's runs: one small file per run, independent of the run's directory.
 
-``${XDG_STATE_HOME:-~/.local/state}/flagscale/runs/<run id>.json`` holds the state of a run as it
-was started, and of what it was started. It is written before anything starts, whole or not at
-all, and under a name that no other run has, so that two launchers get on beside each other. What a
-run's own directory says goes before it.
+``${XDG_STATE_HOME:-~/.local/state}/flagscale/runs/<run id>.json`` holds the state of a run when it
+was started, and the YAML it was started from. It is written atomically before anything starts,
+under a unique name, so concurrent launchers do not conflict. The state in the run's own
+directory takes precedence.
 """
 
 from __future__ import annotations
@@ -17,23 +17,33 @@ from pathlib import Path
 
 from flagscale.config.schema import Experiment
 from flagscale.errors import ConfigError, FlagscaleError, RunStateError
-from flagscale.files import make_private_directory, plain, read_json, write_json
+from flagscale.files import make_private_directory, read_json, to_plain, write_json
 from flagscale.hosts import processes
-from flagscale.hosts.names import some
+from flagscale.hosts.names import list_first
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.planning.model import LaunchPlan, RunnerHandle
-from flagscale.launcher.runners.base import runner_of
+from flagscale.launcher.runners.base import runner_for_run
 from flagscale.launcher.snapshot import Phase, Snapshot
-from flagscale.launcher.state import HostState, RunState, latest, load_state, read_state, state_of
+from flagscale.launcher.state import (
+    HostState,
+    RunState,
+    load_state,
+    make_state,
+    read_state,
+    reload_state,
+)
 from flagscale.status import RUN_ID_VARIABLE, STATUS_DIR_VARIABLE
 
-_MOST_KEPT = 300
+_MAX_ENTRIES = 300
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run was last seen to do: ``since`` in Unix seconds, ``step`` as it is shown, and
-    ``failures``: the number of each attempt that failed, and by what."""
+    """State of a run when it was last queried.
+
+    ``since`` is in Unix seconds, ``step`` is formatted, ``failures`` has the number and the
+    headline of each failed attempt.
+    """
 
     phase: str
     since: float
@@ -41,17 +51,20 @@ class Outcome:
     failures: Sequence[tuple[int, str]] = ()
 
     @classmethod
-    def of(cls, seen: Snapshot) -> Outcome:
-        failures = [(number, failure.headline()) for number, failure in seen.earlier]
-        if seen.failure is not None:
-            failures.append((seen.attempt, seen.failure.headline()))
-        return cls(seen.phase.value, seen.since, seen.steps(), failures)
+    def from_snapshot(cls, snapshot: Snapshot) -> Outcome:
+        failures = [(number, failure.headline()) for number, failure in snapshot.earlier]
+        if snapshot.failure is not None:
+            failures.append((snapshot.attempt, snapshot.failure.headline()))
+        return cls(snapshot.phase.value, snapshot.since, snapshot.format_steps(), failures)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A run that is registered. ``given`` is its directory as the YAML has it, which may mean
-    another one elsewhere; ``ended``: what is known of its end, if anything."""
+    """Registered run.
+
+    ``given`` is the directory as written in the YAML, which may mean another one elsewhere.
+    ``ended`` is the outcome, if the run is known to have ended.
+    """
 
     state: RunState
     config: str = ""
@@ -59,79 +72,86 @@ class Entry:
     ended: Outcome | None = None
 
     def save(self) -> None:
-        """Raises :class:`OSError` where that is not possible."""
-        path = _path(self.state.run_id)
+        """Write the entry.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        path = _entry_path(self.state.run_id)
         make_private_directory(path.parent)
-        write_json(path, plain(self), durable=False)
+        write_json(path, to_plain(self), durable=False)
 
 
-def _directory() -> Path:
-    given = os.environ.get("XDG_STATE_HOME", "")
-    # A user without a home has none of these files: nobody writes to "/~".
+def _registry_directory() -> Path:
+    state_home = os.environ.get("XDG_STATE_HOME", "")
+    # A user without a home has no registry: never write to "/~".
     home = os.path.expanduser("~/.local/state")  # noqa: PTH111
-    return Path("/", given if given.startswith("/") else home, "flagscale", "runs")
+    return Path("/", state_home if state_home.startswith("/") else home, "flagscale", "runs")
 
 
-def _path(run_id: str) -> Path:
-    return _directory() / f"{run_id}.json"
+def _entry_path(run_id: str) -> Path:
+    return _registry_directory() / f"{run_id}.json"
 
 
-def _paths() -> list[Path]:
-    """The files of all runs, the oldest first."""
+def _entry_paths() -> list[Path]:
+    """Return the files of all runs, oldest first."""
     with suppress(OSError):
-        return sorted(_directory().glob("*.json"))
+        return sorted(_registry_directory().glob("*.json"))
     return []
 
 
 @contextmanager
-def registered(plan: LaunchPlan, experiment: Experiment) -> Iterator[Callable[[RunState], None]]:
-    """Register a run before its scripts are started; what the block gets registers its state once
-    they are. A run that is not started after all is forgotten."""
-    entry = Entry(state_of(plan), str(experiment.config_file), _given(experiment))
-    _keep(entry)
+def register_run(plan: LaunchPlan, experiment: Experiment) -> Iterator[Callable[[RunState], None]]:
+    """Register a run before its scripts are started.
+
+    The block receives a function that updates the registered state. If the run is not started after
+    all, its entry is removed.
+    """
+    entry = Entry(make_state(plan), str(experiment.config_file), _directory_as_written(experiment))
+    _save_entry(entry)
     try:
-        yield lambda state: _keep(replace(entry, state=state))
+        yield lambda state: _save_entry(replace(entry, state=state))
     except (ConfigError, RunStateError):
         with suppress(OSError):
-            _path(plan.run_id).unlink(missing_ok=True)
+            _entry_path(plan.run_id).unlink(missing_ok=True)
         raise
 
 
-def _given(experiment: Experiment) -> str:
+def _directory_as_written(experiment: Experiment) -> str:
     return str(experiment.resolved.get("experiment", {}).get("exp_dir", ""))
 
 
-def _keep(entry: Entry) -> None:
+def _save_entry(entry: Entry) -> None:
     try:
         entry.save()
-        _prune()
+        _prune_entries()
     except OSError as error:
         # A run that only its directory knows is still a run.
         text = f"{error.filename}: {error.strerror}"
         print(f"note: run {entry.state.run_id} is not registered: {text}", file=sys.stderr)
 
 
-def _prune() -> None:
-    """Forget the oldest runs that have ended, once there are many."""
-    paths = _paths()
-    for path in paths[: max(0, len(paths) - _MOST_KEPT)]:
-        found = _read(path)
-        if found is None or found.ended or all(host.exit_record() for host in found.state.hosts):
+def _prune_entries() -> None:
+    """Remove the oldest ended runs once there are many."""
+    paths = _entry_paths()
+    for path in paths[: max(0, len(paths) - _MAX_ENTRIES)]:
+        entry = _read_file(path)
+        if entry is None or entry.ended or all(host.exit_record() for host in entry.state.hosts):
             path.unlink(missing_ok=True)
 
 
-def entries() -> list[Entry]:
-    """Every run that is registered, the oldest first. What cannot be read is left out."""
-    found = (_read(path) for path in _paths())
-    return [entry for entry in found if entry is not None]
+def read_entries() -> list[Entry]:
+    """Return all registered runs that can be read, oldest first."""
+    candidates = (_read_file(path) for path in _entry_paths())
+    return [entry for entry in candidates if entry is not None]
 
 
-def registered_as(run_id: str) -> Entry | None:
-    """What is registered of a run, if anything."""
-    return _read(_path(run_id))
+def read_entry(run_id: str) -> Entry | None:
+    """Return the entry of a run, or None."""
+    return _read_file(_entry_path(run_id))
 
 
-def _read(path: Path) -> Entry | None:
+def _read_file(path: Path) -> Entry | None:
     try:
         record = read_json(path)
         if record is None:
@@ -143,93 +163,107 @@ def _read(path: Path) -> Entry | None:
         return None
 
 
-def known() -> list[Entry]:
-    """Every registered run, and those that nothing but their processes on this machine tell of."""
-    registered = entries()
+def find_all_runs() -> list[Entry]:
+    """Return registered runs, and unregistered ones with live processes on this machine."""
+    registered = read_entries()
     ids = {entry.state.run_id for entry in registered}
-    return [*registered, *(Entry(run) for run in _living_here() if run.run_id not in ids)]
+    return [*registered, *(Entry(run) for run in _find_live_processes() if run.run_id not in ids)]
 
 
-def query(state: RunState) -> Snapshot:
-    """What a run is doing now, as its hosts tell. Raises :class:`FlagscaleError` where they cannot
-    be asked."""
-    with closing(runner_of(state)) as runner:
-        return remember(state, runner.query(state))
+def query_run(state: RunState) -> Snapshot:
+    """Query the hosts of a run for its current state.
+
+    Raises:
+        FlagscaleError: they cannot be queried.
+    """
+    with closing(runner_for_run(state)) as runner:
+        return remember_outcome(state, runner.query(state))
 
 
-def remember(state: RunState, seen: Snapshot) -> Snapshot:
-    """Register the end of a run, which will not change any more though its directory may go; and
-    what is to be told of a run that was seen so, of which no more than that may be known."""
-    entry = registered_as(state.run_id) if seen.phase.ended else None
+def remember_outcome(state: RunState, snapshot: Snapshot) -> Snapshot:
+    """Register the end of a run, and correct a snapshot of a run whose directory is gone.
+
+    An ended run does not change any more, so its registered outcome replaces a lost one.
+    """
+    entry = read_entry(state.run_id) if snapshot.phase.ended else None
     if entry is None:
-        return seen
+        return snapshot
     if entry.ended is None:
         with suppress(OSError):
-            replace(entry, state=state, ended=Outcome.of(seen)).save()
-    elif seen.phase is Phase.LOST:
+            replace(entry, state=state, ended=Outcome.from_snapshot(snapshot)).save()
+    elif snapshot.phase is Phase.LOST:
         phase = Phase(entry.ended.phase)
-        hosts = tuple(replace(row, phase=phase) for row in seen.hosts)
-        return replace(seen, phase=phase, since=entry.ended.since, hosts=hosts)
-    return seen
+        hosts = tuple(replace(row, phase=phase) for row in snapshot.hosts)
+        return replace(snapshot, phase=phase, since=entry.ended.since, hosts=hosts)
+    return snapshot
 
 
-def of_directory(exp_dir: Path) -> RunState | None:
-    """The run that was last started in a directory, though that may be gone."""
+def find_in_directory(exp_dir: Path) -> RunState | None:
+    """Return the run that was started last in a directory, even if the directory is gone."""
     state = load_state(Layout(exp_dir).state)
     if state is None:
         real = exp_dir.resolve()
-        found = [entry.state for entry in known() if entry.state.exp_dir.resolve() == real]
-        state = found[-1] if found else None
+        states = [entry.state for entry in find_all_runs() if entry.state.exp_dir.resolve() == real]
+        state = states[-1] if states else None
     return state
 
 
-def elsewhere(experiment: Experiment) -> list[RunState]:
-    """The runs of the same YAML that may live in other directories: what is given relatively is
-    another one wherever the launcher is called."""
-    config, given = str(experiment.config_file), _given(experiment)
-    if Path(given).is_absolute():
+def find_elsewhere(experiment: Experiment) -> list[RunState]:
+    """Return runs of the same YAML that may live in other directories.
+
+    A relative directory is another one for each working directory of the launcher.
+    """
+    config, written_directory = str(experiment.config_file), _directory_as_written(experiment)
+    if Path(written_directory).is_absolute():
         return []
     return [
-        latest(entry.state)
-        for entry in entries()
-        if (entry.config, entry.given, entry.ended) == (config, given, None)
+        reload_state(entry.state)
+        for entry in read_entries()
+        if (entry.config, entry.given, entry.ended) == (config, written_directory, None)
         and entry.state.exp_dir != experiment.exp_dir
-        and _may_live(latest(entry.state))
+        and _may_live(reload_state(entry.state))
     ]
 
 
 def _may_live(state: RunState) -> bool:
     try:
-        return not query(state).phase.ended
+        return not query_run(state).phase.ended
     except FlagscaleError:
         return True
 
 
-def of(experiment: Experiment) -> RunState | None:
-    """The run of an experiment: of its directory, else the one of :func:`elsewhere`. Raises
-    :class:`RunStateError` where there are several."""
-    state = of_directory(experiment.exp_dir)
+def find_of_experiment(experiment: Experiment) -> RunState | None:
+    """Return the run of an experiment: of its directory, otherwise of :func:`find_elsewhere`.
+
+    Raises:
+        RunStateError: there are several.
+    """
+    state = find_in_directory(experiment.exp_dir)
     if state is not None:
         return state
-    others = elsewhere(experiment)
-    if len(others) > 1:
-        lines = "".join(f"\n  {one.run_id} in {one.exp_dir}" for one in others)
+    candidates = find_elsewhere(experiment)
+    if len(candidates) > 1:
+        lines = "".join(f"\n  {run.run_id} in {run.exp_dir}" for run in candidates)
         raise RunStateError(
-            f"no run was started in {experiment.exp_dir}, and {len(others)} of this configuration "
-            f"may live elsewhere:{lines}",
+            f"no run was started in {experiment.exp_dir}, and {len(candidates)} of this "
+            f"configuration may live elsewhere:{lines}",
             hint="name one by its id",
         )
-    for one in others:
-        print(f"note: run {one.run_id} was started in {one.exp_dir}", file=sys.stderr)
-        return one
+    for candidate in candidates:
+        print(f"note: run {candidate.run_id} was started in {candidate.exp_dir}", file=sys.stderr)
+        return candidate
     return None
 
 
-def named(text: str) -> RunState:
-    """The run that a text names, as :func:`find`. Raises :class:`RunStateError` for none."""
-    state = find(text)
+def require_run(text: str) -> RunState:
+    """Return the run that a text names, see :func:`find`.
+
+    Raises:
+        RunStateError: there is none.
+    """
+    state = find_run(text)
     if state is None:
-        ids = some([entry.state.run_id for entry in reversed(entries())], 3)
+        ids = list_first([entry.state.run_id for entry in reversed(read_entries())], 3)
         raise RunStateError(
             f"{text!r} is no run's id, no beginning of one, no directory in which a run was "
             "started, and no YAML",
@@ -238,32 +272,41 @@ def named(text: str) -> RunState:
     return state
 
 
-def find(text: str) -> RunState | None:
-    """The run that a text names: a run's id, the beginning of just one, or a run's directory; None
-    where it names none. Raises :class:`ConfigError` for the beginning of several."""
+def find_run(text: str) -> RunState | None:
+    """Return the run that a text names, or None.
+
+    The text is a run id, the beginning of exactly one, or a run's directory.
+
+    Raises:
+        ConfigError: several ids begin with the text.
+    """
     if "/" in text or Path(text).is_dir():
-        return of_directory(Path(text).absolute())
-    found = [entry.state for entry in known() if text and entry.state.run_id.startswith(text)]
-    found = [state for state in found if state.run_id == text] or found
-    if len(found) > 1:
-        ids = some([state.run_id for state in found], 5)
-        raise ConfigError(f"{text}: {len(found)} runs begin so: {ids}", hint="give more of it")
-    return latest(found[0]) if found else None
+        return find_in_directory(Path(text).absolute())
+    matches = [
+        entry.state for entry in find_all_runs() if text and entry.state.run_id.startswith(text)
+    ]
+    matches = [state for state in matches if state.run_id == text] or matches
+    if len(matches) > 1:
+        ids = list_first([state.run_id for state in matches], 5)
+        raise ConfigError(f"{text}: {len(matches)} runs begin so: {ids}", hint="give more of it")
+    return reload_state(matches[0]) if matches else None
 
 
-def _living_here() -> list[RunState]:
-    """The runs of which processes live on this machine, as far as those tell."""
-    found: dict[str, RunState] = {}
-    for pid in processes.pids():
-        environment = processes.environment(pid)
+def _find_live_processes() -> list[RunState]:
+    """Return the runs with live processes on this machine, as far as the processes' environments
+    tell.
+    """
+    states: dict[str, RunState] = {}
+    for pid in processes.iter_pids():
+        environment = processes.read_environment(pid)
         run_id = os.fsdecode(environment.get(RUN_ID_VARIABLE.encode(), b""))
         status = os.fsdecode(environment.get(STATUS_DIR_VARIABLE.encode(), b""))
-        if run_id and status and run_id not in found:
-            found[run_id] = _state_here(run_id, Path(status).parent)
-    return list(found.values())
+        if run_id and status and run_id not in states:
+            states[run_id] = _state_from_process(run_id, Path(status).parent)
+    return list(states.values())
 
 
-def _state_here(run_id: str, run_dir: Path) -> RunState:
+def _state_from_process(run_id: str, run_dir: Path) -> RunState:
     # <exp_dir>/logs/details/<host>/<run id>, or runner.log_dir in place of the first three.
     above = run_dir.parents
     usual = len(above) > 3 and (above[1].name, above[2].name) == ("details", "logs")
@@ -271,4 +314,6 @@ def _state_here(run_id: str, run_dir: Path) -> RunState:
     none = run_dir / "none"
     host = HostState("localhost", 0, 0, run_dir, none, node_rank=0, script=none, pid_file=none)
     runner = RunnerHandle("local")
-    return latest(RunState(run_id, exp_dir.name, exp_dir, 0.0, 0, True, 10.0, runner, (host,)))
+    return reload_state(
+        RunState(run_id, exp_dir.name, exp_dir, 0.0, 0, True, 10.0, runner, (host,))
+    )

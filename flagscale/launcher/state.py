@@ -1,4 +1,4 @@
-"""The state of a run on disk: all that ``query``, ``logs`` and ``stop`` read."""
+"""State of a run on disk: everything that ``query``, ``logs`` and ``stop`` read."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from flagscale.errors import RunStateError
-from flagscale.files import make_private_directory, plain, read_json, write_atomic, write_json
-from flagscale.hosts.names import compress, some
+from flagscale.files import make_private_directory, read_json, to_plain, write_atomic, write_json
+from flagscale.hosts.names import compress_names, list_first
 from flagscale.launcher.layout import EXIT_FILE, OLD_OUTPUT_FILE, HostFiles, Layout
 from flagscale.launcher.planning.model import LaunchPlan, RunnerHandle
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostState(HostFiles):
-    """One host of a started run."""
+    """Part of a started run on one host."""
 
     node_rank: int
     script: Path
@@ -28,14 +28,14 @@ class HostState(HostFiles):
     pid: int | None = None
     start_ticks: int | None = None
     boot_id: str | None = None
-    """Of the host, once it has started the script."""
+    """Boot id of the host, after it has started the script."""
 
     def exit_record(self) -> dict[str, Any]:
-        """What agent or script have written of the end of this host's part; empty if nothing."""
+        """Return the record that agent or script wrote when this host's part ended, or {}."""
         return read_json(self.run_dir / EXIT_FILE) or {}
 
     def exit(self) -> Exit | None:
-        """How the job of this host ended, if it did and could say so."""
+        """Return how this host's job ended, or None if it has not ended or left no record."""
         record = self.exit_record()
         if not record:
             return None
@@ -50,7 +50,7 @@ class HostState(HostFiles):
         )
 
     def set_output_aside(self) -> None:
-        """Keep in the run's directory what it has printed: a later run prints to the same file."""
+        """Move the output to the run's directory, because a later run prints to the same file."""
         if self.output.exists():
             make_private_directory(self.run_dir)
             self.output.replace(self.run_dir / OLD_OUTPUT_FILE)
@@ -58,8 +58,11 @@ class HostState(HostFiles):
 
 @dataclass(frozen=True)
 class Exit:
-    """How a host's job ended. ``phase`` is ``job``, ``before_start`` (the job never began) or
-    ``agent`` (the agent itself was killed); ``signal`` is what the agent was told to stop by."""
+    """End of a host's job.
+
+    ``phase`` is ``job``, ``before_start`` (the job never began) or ``agent`` (the agent itself was
+    killed). ``signal`` is the signal that asked the agent to stop.
+    """
 
     code: int
     phase: str
@@ -67,14 +70,14 @@ class Exit:
     ended: float
     out_of_memory_kills: int | None = None
     failed: bool = False
-    """Whether the agents named a first failure, so that a stop that came later found it so."""
+    """True if the agents named a first failure; a later stop does not change that."""
     how: str = ""
-    """What ``before_start`` did instead of coming to its end, in words."""
+    """How ``before_start`` ended abnormally, in words."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """A started run."""
+    """State of a started run."""
 
     run_id: str
     name: str
@@ -89,27 +92,28 @@ class RunState:
     shared_fs: bool = True
 
     def save(self, path: Path) -> None:
-        write_json(path, plain(self))
+        write_json(path, to_plain(self))
 
 
 _PATHS = ("run_dir", "script", "output", "pid_file")
 
 
 def load_state(path: Path) -> RunState | None:
-    """The run that was last started; None if there was none.
+    """Return the run that was started last, or None.
 
-    Raises :class:`RunStateError` when the file is there but isn't a state of this version.
+    Raises:
+        RunStateError: the file exists but is not a state of this version.
     """
     record = read_json(path)
     if record is None:
         if path.exists():
             raise RunStateError(f"{path} is damaged", hint="remove it once the run has ended")
         return None
-    return read_state(_moved(record, path), path)
+    return read_state(_with_moved_paths(record, path), path)
 
 
-def _moved(record: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The record of a run whose directory has another name now: its paths there."""
+def _with_moved_paths(record: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the record with the paths of a renamed directory."""
     old = str(record.get("exp_dir"))
     here = str(path.absolute().parent.parent)
     if Path(old).exists() or Layout(Path(here)).state != path.absolute():
@@ -120,8 +124,8 @@ def _moved(record: dict[str, Any], path: Path) -> dict[str, Any]:
     return cast(dict[str, Any], json.loads(text))
 
 
-def latest(state: RunState) -> RunState:
-    """The same run as its own directory tells it now, where that is still there."""
+def reload_state(state: RunState) -> RunState:
+    """Return the run's current state from its own directory, if that still exists."""
     with suppress(RunStateError, OSError):
         now = load_state(Layout(state.exp_dir).state)
         if now is not None and now.run_id == state.run_id:
@@ -130,35 +134,39 @@ def latest(state: RunState) -> RunState:
 
 
 def read_state(record: dict[str, Any], path: Path) -> RunState:
-    """The state in a JSON object of a file. Raises :class:`RunStateError` where it is none."""
+    """Parse the JSON object of a state file.
+
+    Raises:
+        RunStateError: it is not a state.
+    """
     try:
         hosts: list[dict[str, Any]] = [
             {k: Path(v) if k in _PATHS else v for k, v in host.items()} for host in record["hosts"]
         ]
-        given = {
+        typed_fields = {
             "hosts": tuple(HostState(**host) for host in hosts),
             "exp_dir": Path(record["exp_dir"]),
             "runner": RunnerHandle(**record["runner"]),
         }
-        return RunState(**{**record, **given})
+        return RunState(**{**record, **typed_fields})
     except (KeyError, TypeError, AttributeError) as error:
         raise RunStateError(f"{path} was written by another version: {error}") from error
 
 
 def new_run_id() -> str:
-    """A name no other run has: when it was started, and chance."""
+    """Return a unique run id: the start time and random digits."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
-def state_of(plan: LaunchPlan) -> RunState:
-    """The state of a plan that is about to start."""
-    hosts = tuple(HostState(**_same(HostState, host)) for host in plan.hosts)
-    shared = {**_same(RunState, plan), "hosts": hosts}
-    return RunState(**shared, started=round(time.time(), 3))
+def make_state(plan: LaunchPlan) -> RunState:
+    """Return the state of a plan that is about to start."""
+    hosts = tuple(HostState(**_common_fields(HostState, host)) for host in plan.hosts)
+    common_fields = {**_common_fields(RunState, plan), "hosts": hosts}
+    return RunState(**common_fields, started=round(time.time(), 3))
 
 
-def _same(kind: type, of: object) -> dict[str, Any]:
-    """What a plan says under the names of a state's fields."""
+def _common_fields(kind: type, of: object) -> dict[str, Any]:
+    """Return the values of a plan under the names of a state's fields."""
     return {
         field.name: getattr(of, field.name) for field in fields(kind) if hasattr(of, field.name)
     }
@@ -166,8 +174,11 @@ def _same(kind: type, of: object) -> dict[str, Any]:
 
 @contextmanager
 def start_lock(layout: Layout) -> Iterator[None]:
-    """Held while a run is being started, so that of two starts at once one waits for the other
-    and then finds it alive. Raises :class:`RunStateError` when it stays held."""
+    """Hold the lock of a start, so that a concurrent start waits and then sees the run alive.
+
+    Raises:
+        RunStateError: another start holds it for too long.
+    """
     from filelock import FileLock, Timeout
 
     make_private_directory(layout.logs)
@@ -179,12 +190,11 @@ def start_lock(layout: Layout) -> Iterator[None]:
 
 
 def alive_message(state: RunState, names: Sequence[str] = ()) -> tuple[str, str]:
-    """What is said of a run that is alive where another is to start, on the hosts of these names;
-    and the hint."""
+    """Return the message and the hint for a live run where another one is to start."""
     pids = [str(host.pid) for host in state.hosts if host.pid is not None]
-    script = f", script pid {some(pids)}" if pids else ""
+    script = f", script pid {list_first(pids)}" if pids else ""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(state.started))
-    where = f" on {compress(names)}" if names and state.runner.type != "local" else ""
+    where = f" on {compress_names(names)}" if names and state.runner.type != "local" else ""
     return (
         f"run {state.run_id} of {state.name} is alive{where} in {state.exp_dir} (since {since}"
         f"{script})",
@@ -192,8 +202,8 @@ def alive_message(state: RunState, names: Sequence[str] = ()) -> tuple[str, str]
     )
 
 
-def keep_plan(plan: LaunchPlan, config_text: str, overrides_text: str) -> None:
-    """Write what the launching machine keeps beside the scripts: plan, configuration, overrides."""
+def save_plan(plan: LaunchPlan, config_text: str, overrides_text: str) -> None:
+    """Write plan, configuration and overrides next to the scripts on the launching machine."""
     layout = plan.layout
     for directory in (layout.scripts, layout.logs / "pids"):
         make_private_directory(directory)

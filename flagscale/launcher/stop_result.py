@@ -1,4 +1,4 @@
-"""What ending a run took, what it has cost, and what there is to say where it did not end."""
+"""Result of stopping a run: processes that were killed, hosts that did not answer, lost work."""
 
 from __future__ import annotations
 
@@ -7,60 +7,74 @@ from dataclasses import dataclass, field
 
 from flagscale.errors import FlagscaleError, RunStateError, UnreachableError
 from flagscale.files import read_json
-from flagscale.hosts.names import compress, some
-from flagscale.hosts.processes import Swept
+from flagscale.hosts.names import compress_names, list_first
+from flagscale.hosts.processes import KilledProcesses
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.snapshot import EventReader
 from flagscale.launcher.state import HostState, RunState
 
 
 @dataclass(frozen=True)
-class Stopped:
-    """What ending a run took: for each host on which something lived, what was ended there, and
-    the hosts that could not be asked. ``killed``: the ranks, by host, that had to be killed, where
-    they are known; ``unrecorded``: why the run's state does not tell of the stop."""
+class StopResult:
+    """Result of ending a run.
 
-    swept: Mapping[str, Swept] = field(default_factory=dict)
+    ``swept`` has the processes that were ended, for each host on which something was alive.
+    ``unreachable`` are the errors of hosts that could not be asked. ``killed`` are the ranks per
+    host that had to be killed, where they are known. ``unrecorded`` is the error that prevented the
+    stop from being recorded in the run's state.
+    """
+
+    ended_processes: Mapping[str, KilledProcesses] = field(default_factory=dict)
     unreachable: Sequence[FlagscaleError] = ()
     killed: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     unrecorded: OSError | None = None
 
 
-def require_stopped(state: RunState, stopped: Stopped) -> None:
-    """Raise where a run may still live: :class:`UnreachableError` naming the hosts that could not
-    be asked, :class:`RunStateError` the processes that are another user's or survive a KILL."""
+def require_stopped(state: RunState, stopped: StopResult) -> None:
+    """Raise an error if the run may still be alive.
+
+    Raises:
+        UnreachableError: names the hosts that could not be asked.
+        RunStateError: processes belong to another user or survive SIGKILL.
+    """
     if stopped.unreachable:
-        asked = len(state.hosts) - len(stopped.unreachable)
+        reached = len(state.hosts) - len(stopped.unreachable)
         lines = "\n".join(str(error) for error in stopped.unreachable)
         raise UnreachableError(
             f"run {state.run_id} may still live on {len(stopped.unreachable)} host(s) that cannot "
-            f"be reached; it was stopped on {asked} other(s)\n{lines}",
+            f"be reached; it was stopped on {reached} other(s)\n{lines}",
             hint="stop it again once they answer",
         )
-    owners = {host: swept for host, swept in stopped.swept.items() if swept.owner}
+    owners = {host: swept for host, swept in stopped.ended_processes.items() if swept.owner}
     if owners:
         whose = sorted({swept.owner for swept in owners.values()})
         raise RunStateError(
             f"run {state.run_id} of {state.name} lives and is {' and '.join(whose)}'s, whose "
-            f"processes this user may not end: {_left(owners)}",
+            f"processes this user may not end: {_format_survivors(owners)}",
             hint=f"stop it as {whose[0]}",
         )
-    survivors = _left(stopped.swept)
+    survivors = _format_survivors(stopped.ended_processes)
     if survivors:
         raise RunStateError(f"run {state.run_id}: these processes survive a KILL: {survivors}")
 
 
-def _left(swept: Mapping[str, Swept]) -> str:
-    """The pids of what is left, by host."""
-    hosts = (f"{host}: {', '.join(map(str, s.left))}" for host, s in swept.items() if s.left)
+def _format_survivors(ended_processes: Mapping[str, KilledProcesses]) -> str:
+    """Format the pids of surviving processes by host."""
+    hosts = (
+        f"{host}: {', '.join(map(str, s.survivors))}"
+        for host, s in ended_processes.items()
+        if s.survivors
+    )
     return "; ".join(hosts)
 
 
 def record_stop(state: RunState) -> OSError | None:
-    """Save a state that tells of a stop, unless another run has taken its place; why that failed.
+    """Record the stop in the run's state, unless another run has replaced it; return the error, if
+    any.
 
-    Done before any signal is sent: whoever looks meanwhile takes the end for a stop and not for a
-    failure. A disk that is full must not keep the run alive, so it is tried again afterwards."""
+    This is done before any signal is sent, so that an observer sees a stop and not a failure. A
+    full disk must not keep the run alive, so recording is tried again afterwards.
+    """
     path = Layout(state.exp_dir).state
     try:
         record = read_json(path)
@@ -71,8 +85,8 @@ def record_stop(state: RunState) -> OSError | None:
     return None
 
 
-def require_recorded(state: RunState, stopped: Stopped) -> None:
-    """Raise :class:`RunStateError` where the run was ended, but its state does not tell so."""
+def require_recorded(state: RunState, stopped: StopResult) -> None:
+    """Raise RunStateError if the run was ended but its state does not record that."""
     error = stopped.unrecorded
     if error is not None:
         raise RunStateError(
@@ -83,47 +97,50 @@ def require_recorded(state: RunState, stopped: Stopped) -> None:
         )
 
 
-def killed_ranks(host: HostState, swept: Swept) -> tuple[int, ...]:
-    """Which of a host's ranks were killed: by the agent, which has written down what it ended
-    itself, or after it."""
-    pids = set(swept.killed)
+def killed_ranks(host: HostState, processes: KilledProcesses) -> tuple[int, ...]:
+    """Return the ranks of a host that were killed, by the agent (which records it) or after it."""
+    pids = set(processes.killed)
     record = host.exit_record()
     if record.get("phase") == "job":
         pids.update(record.get("swept", ()))
-    return tuple(sorted(rank for rank, pid in swept.ranks.items() if pid in pids))
+    return tuple(sorted(rank for rank, pid in processes.ranks.items() if pid in pids))
 
 
-def cost(state: RunState, stopped: Stopped, since: float) -> str:
-    """What was lost by a stop that was asked for at ``since``, in Unix seconds; empty where all
-    ranks have ended by themselves."""
+def describe_lost_work(state: RunState, stopped: StopResult, since: float) -> str:
+    """Describe the work lost by a stop requested at ``since`` (Unix seconds).
+
+    Empty if all ranks have ended by themselves.
+    """
     ranks = sorted(rank for killed in stopped.killed.values() for rank in killed)
-    # Of hosts whose ranks are not known: whatever had to be killed there.
-    others = {
+    # On hosts with unknown ranks, count the killed processes.
+    unknown_ranks = {
         host: len(swept.killed)
-        for host, swept in stopped.swept.items()
+        for host, swept in stopped.ended_processes.items()
         if swept.killed and not stopped.killed.get(host)
     }
-    who = []
+    parts = []
     if ranks:
-        hosts = compress(host for host, killed in stopped.killed.items() if killed)
-        who.append(f"rank{'s' if ranks[1:] else ''} {some(ranks)} on {hosts}")
-    if others:
-        who.append(f"{sum(others.values())} process(es) on {compress(others)}")
-    if not who:
+        hosts = compress_names(host for host, killed in stopped.killed.items() if killed)
+        parts.append(f"rank{'s' if ranks[1:] else ''} {list_first(ranks)} on {hosts}")
+    if unknown_ranks:
+        parts.append(
+            f"{sum(unknown_ranks.values())} process(es) on {compress_names(unknown_ranks)}"
+        )
+    if not parts:
         return ""
-    were = "was" if len(ranks) == 1 and not others else "were"
+    were = "was" if len(ranks) == 1 and not unknown_ranks else "were"
     return (
-        f"{' and '.join(who)} did not end within the {state.stop_grace:g} s of runner.stop_grace "
-        f"and {were} killed; {_saved(state, since)}"
+        f"{' and '.join(parts)} did not end within the {state.stop_grace:g} s of runner.stop_grace "
+        f"and {were} killed; {_describe_saved_checkpoint(state, since)}"
     )
 
 
-def _saved(state: RunState, since: float) -> str:
-    """What there is to say of a checkpoint that was saved after this time."""
+def _describe_saved_checkpoint(state: RunState, since: float) -> str:
+    """Describe the checkpoint that was saved after ``since``, if any."""
     events = EventReader(state.hosts).refresh()
     rows = [row for rows in events.values() for row in rows if row.event == "checkpoint"]
     steps = [row.get("step") for row in rows if row.time >= since]
     if steps:
         return f"the checkpoint of step {steps[-1]} was saved on the way"
-    # Only the project's own program is known to tell of every checkpoint.
+    # Only this project's program is known to report every checkpoint.
     return "what was not saved is lost" if state.external else "no checkpoint was saved on the way"

@@ -1,1 +1,1 @@
-"""Fetching, adapting and collecting edits to a training backend's source tree."""
+"""Fetch and adapt the source of a training backend, and collect edits as patches."""

@@ -1,4 +1,4 @@
-"""Turning an unpacked source into an adapted tree, step by step."""
+"""Steps that turn an unpacked source into an adapted tree."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from pathlib import Path
 
 from flagscale.errors import BackendSourceError
 from flagscale.patching import diffs, git
-from flagscale.patching.manifest import digest
+from flagscale.patching.manifest import file_digest
 from flagscale.patching.spec import BackendSpec
 
-#: A file without any of these has nothing for any codemod, and parsing is what takes the time.
 _WORTH_PARSING = re.compile(rb"\bcuda\b|\bis_cuda\b|nccl|_cuda_rng_state|except (Import|ModuleNot)")
-#: Below this many files starting processes costs more than it saves.
+"""Files without any of these need no codemod; parsing takes most of the time."""
 _PARALLEL_FROM = 16
+"""With fewer files, starting processes costs more than it saves."""
 
 
 def write_own_files(files: Path, tree: Path) -> list[str]:
-    """Copy our own files into the tree; returns their paths.
+    """Copy the additional files into the tree and return their paths.
 
     Raises:
-        BackendSourceError: the source has a file of that name.
+        BackendSourceError: the source already has a file of that name.
     """
     written = []
     for original in sorted(p for p in files.rglob("*") if p.is_file()):
@@ -48,7 +48,7 @@ def write_own_files(files: Path, tree: Path) -> list[str]:
 
 
 def run_codemods(spec: BackendSpec, tree: Path) -> dict[str, dict[str, int]]:
-    """Run the codemods over their files; returns how often each changed which file.
+    """Run the codemods; return the number of changes by file and codemod.
 
     Raises:
         BackendSourceError: a file cannot be parsed.
@@ -60,16 +60,16 @@ def run_codemods(spec: BackendSpec, tree: Path) -> dict[str, dict[str, int]]:
         if names and not file.is_symlink() and _WORTH_PARSING.search(file.read_bytes()):
             work.append((tree, path, names))
     if len(work) < _PARALLEL_FROM:
-        results: Iterable[tuple[str, dict[str, int]]] = map(_rewrite, work)
+        results: Iterable[tuple[str, dict[str, int]]] = map(_rewrite_file, work)
     else:
         workers = min(os.cpu_count() or 1, 8)
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(workers, mp_context=context) as pool:
-            results = list(pool.map(_rewrite, work, chunksize=4))
+            results = list(pool.map(_rewrite_file, work, chunksize=4))
     return {path: changes for path, changes in results if changes}
 
 
-def _rewrite(job: tuple[Path, str, tuple[str, ...]]) -> tuple[str, dict[str, int]]:
+def _rewrite_file(job: tuple[Path, str, tuple[str, ...]]) -> tuple[str, dict[str, int]]:
     from flagscale.patching.codemods.base import rewrite_source  # loads libcst
     from flagscale.patching.codemods.registry import CODEMODS
 
@@ -85,37 +85,38 @@ def _rewrite(job: tuple[Path, str, tuple[str, ...]]) -> tuple[str, dict[str, int
     return path, dict(rewritten.changes)
 
 
-def totals(changes: dict[str, dict[str, int]]) -> dict[str, int]:
-    """How often each codemod changed something in all files together."""
+def sum_changes(changes: dict[str, dict[str, int]]) -> dict[str, int]:
+    """Return the number of changes per codemod over all files."""
     total: Counter[str] = Counter()
     for of_file in changes.values():
         total.update(of_file)
     return dict(sorted(total.items()))
 
 
-def patch_files(directory: Path) -> list[str]:
-    """The patches of a directory, relative to it, in the order they are applied."""
+def list_patches(directory: Path) -> list[str]:
+    """Return the patches of a directory, relative to it, in the order in which they are applied."""
     return sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*.patch"))
 
 
 def apply_patches(directory: Path, tree: Path) -> dict[str, str]:
-    """Apply every patch of ``directory``, sorted by name; returns the digest of each.
+    """Apply every patch of ``directory``, sorted by name; return their digests.
 
     Raises:
-        BackendSourceError: a patch does not apply; says which hunk of which file, what it
-            expected there and what it found.
+        BackendSourceError: a patch does not apply; names file, hunk, expected and found lines.
     """
     applied = {}
-    for name in patch_files(directory):
+    for name in list_patches(directory):
         content = (directory / name).read_bytes()
-        if said := git.apply(content, tree):
-            reasons = diffs.explain(content.decode("utf-8", errors="replace"), tree) or [said]
+        if message := git.apply_patch(content, tree):
+            reasons = diffs.explain_failure(content.decode("utf-8", errors="replace"), tree) or [
+                message
+            ]
             listed = "\n".join(f"  {reason}" for reason in reasons)
             raise BackendSourceError(
                 f"{directory / name}: the patch no longer applies\n{listed}",
                 hint="mend or remove the patch; the tree in third_party is unchanged",
             )
-        applied[name] = digest(directory / name)
+        applied[name] = file_digest(directory / name)
     return applied
 
 
@@ -123,7 +124,7 @@ def check_python(tree: Path, paths: Iterable[str]) -> None:
     """Parse Python files.
 
     Raises:
-        BackendSourceError: one does not compile; with file and line.
+        BackendSourceError: a file does not compile; names file and line.
     """
     for path in paths:
         if not path.endswith(".py") or not (tree / path).is_file():
@@ -137,10 +138,10 @@ def check_python(tree: Path, paths: Iterable[str]) -> None:
 
 
 def write_bytecode(tree: Path, final: Path, packages: Sequence[str]) -> None:
-    """Compile the packages' files ahead, as they will be at ``final``.
+    """Compile the packages' files in advance, for their final location ``final``.
 
-    Without it the first import of a large backend takes several times as long, on every rank.
-    Upstream files that this Python cannot compile are nobody's concern until they are imported.
+    Without bytecode, the first import of a large backend takes several times as long, on every
+    rank. Files that this Python cannot compile are ignored until they are imported.
     """
     roots = [str(tree / package) for package in packages if (tree / package).is_dir()]
     if roots:

@@ -1,8 +1,7 @@
-"""Unpacking an archive somebody else made, and packing one of our own.
+"""Safe unpacking of foreign archives, and packing of our own.
 
-An archive may name any path it likes. Nothing is written outside the directory given: absolute
-names, ``..``, links that lead out, devices and files that would be written through a link are
-refused before anything of them reaches the disk.
+Nothing is written outside the destination: absolute names, ``..``, links that lead outside, devices
+and files behind links are refused before anything is written.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from pathlib import Path
 from flagscale.errors import BackendSourceError
 from flagscale.patching.manifest import IGNORED_DIRECTORIES
 
-#: No source tree of a training backend is near this; a crafted archive may be.
+# No backend's source tree is nearly as large; a malicious archive may be.
 MAX_MEMBERS = 100_000
 MAX_BYTES = 4 << 30
 
@@ -26,19 +25,18 @@ MAX_BYTES = 4 << 30
 def unpack(archive: Path, destination: Path) -> None:
     """Unpack a tar archive into ``destination``, without its single top directory.
 
-    Regular files become 0644 or 0755; links are kept when they stay inside; egg-info directories
-    are left out, since they would make a second, hollow distribution importable.
+    Regular files get mode 0644 or 0755. Links are kept if they stay inside. egg-info directories
+    are left out, because they would make a second, empty distribution importable.
 
     Raises:
-        BackendSourceError: not a tar archive, more or less than one top directory, or a member
-            that is unsafe, by name.
+        BackendSourceError: not a tar archive, not exactly one top directory, or an unsafe member.
     """
     try:
         with tarfile.open(archive) as tar:
-            members = _checked(archive, tar)
+            members = _list_safe_members(archive, tar)
             for member, path in members:
                 if member.isreg():
-                    _write(tar, member, destination / path)
+                    _write_member(tar, member, destination / path)
             for member, path in members:  # links last: no file is ever written through one
                 if member.issym():
                     target = destination / path
@@ -48,11 +46,11 @@ def unpack(archive: Path, destination: Path) -> None:
         raise BackendSourceError(f"{archive}: not a readable tar archive: {error}") from error
 
 
-def _checked(archive: Path, tar: tarfile.TarFile) -> list[tuple[tarfile.TarInfo, str]]:
-    """The members to write, each with its path below the single top directory."""
+def _list_safe_members(archive: Path, tar: tarfile.TarFile) -> list[tuple[tarfile.TarInfo, str]]:
+    """Return the members to write, with their paths below the single top directory."""
     members: list[tuple[tarfile.TarInfo, str]] = []
     tops: set[str] = set()
-    seen: dict[str, tarfile.TarInfo] = {}
+    members_by_path: dict[str, tarfile.TarInfo] = {}
     size = 0
     for count, member in enumerate(tar):
         size += member.size
@@ -66,15 +64,15 @@ def _checked(archive: Path, tar: tarfile.TarFile) -> list[tuple[tarfile.TarInfo,
         tops.add(top)
         if member.isdir() or not path or path.partition("/")[0].endswith(".egg-info"):
             continue
-        if path in seen:
+        if path in members_by_path:
             raise BackendSourceError(f"{archive}: names {member.name!r} twice")
-        seen[path] = member
+        members_by_path[path] = member
         members.append((member, path))
     if len(tops) != 1:
-        found = ", ".join(sorted(tops)[:5]) or "nothing"
-        raise BackendSourceError(f"{archive}: expected one top directory, found {found}")
+        listed = ", ".join(sorted(tops)[:5]) or "nothing"
+        raise BackendSourceError(f"{archive}: expected one top directory, found {listed}")
     for _, path in members:
-        if blocked := next((p for p in _parents(path) if p in seen), None):
+        if blocked := next((p for p in _parents(path) if p in members_by_path), None):
             raise BackendSourceError(
                 f"{archive}: {path!r} lies below {blocked!r}, which is not a directory"
             )
@@ -100,10 +98,11 @@ def _refuse_unsafe(archive: Path, member: tarfile.TarInfo) -> None:
 
 
 def stays_inside(link: str, target: str, *, levels: int = 0) -> bool:
-    """Whether a link at the relative path ``link`` leads below the first ``levels`` directories.
+    """Return whether a link at the relative path ``link`` stays below the first ``levels``
+    directories.
 
-    ``..`` is taken only at the start of ``target``: after a name it would act on wherever that
-    name, perhaps itself a link, leads.
+    ``..`` is accepted only at the start of ``target``: after a name it would apply to the place
+    where that name, which may be a link, leads.
     """
     steps = [step for step in target.split("/") if step not in ("", ".")]
     ups = len(list(takewhile(lambda step: step == "..", steps)))
@@ -113,7 +112,7 @@ def stays_inside(link: str, target: str, *, levels: int = 0) -> bool:
     return depth - ups >= levels
 
 
-def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
+def _write_member(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
     content = tar.extractfile(member)
     if content is None:
         raise BackendSourceError(f"{member.name!r} has no content")
@@ -124,7 +123,7 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
 
 
 def copy_tree(source: Path, destination: Path) -> None:
-    """Copy a directory as a source tree: no version control, no caches, no link that leads out.
+    """Copy a source tree without version control, caches and links that lead outside.
 
     Raises:
         BackendSourceError: a symbolic link leads outside ``source``.
@@ -138,10 +137,10 @@ def copy_tree(source: Path, destination: Path) -> None:
             if d not in IGNORED_DIRECTORIES and d not in links and not d.endswith(".egg-info")
         ]
         for name in (*files, *links):
-            _copy(here / name, destination, (here / name).relative_to(source).as_posix())
+            _copy_file(here / name, destination, (here / name).relative_to(source).as_posix())
 
 
-def _copy(original: Path, destination: Path, path: str) -> None:
+def _copy_file(original: Path, destination: Path, path: str) -> None:
     target = destination / path
     target.parent.mkdir(parents=True, exist_ok=True)
     if original.is_symlink():
@@ -157,7 +156,7 @@ def _copy(original: Path, destination: Path, path: str) -> None:
 
 
 def pack(tree: Path, paths: Iterable[str], archive: Path) -> None:
-    """Pack the files ``paths`` of ``tree`` into ``archive``, below one directory ``base``."""
+    """Pack the files ``paths`` of ``tree`` into ``archive``, below a directory ``base``."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
         for path in paths:

@@ -1,4 +1,4 @@
-"""The commands behind ``tools/patch/*.py`` and ``flagscale unpatch | patch``."""
+"""Commands of ``tools/patch/*.py`` and ``flagscale unpatch | patch | patch-status``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flagscale.errors import BackendSourceError, FlagscaleError
 from flagscale.patching import report
 from flagscale.patching.collect import collect
 from flagscale.patching.manifest import Edits, read_manifest
-from flagscale.patching.sources import KINDS, Choice
-from flagscale.patching.spec import DEFAULT_BACKEND, Layout, load_spec, project_root
+from flagscale.patching.sources import KINDS, SourceOptions
+from flagscale.patching.spec import DEFAULT_BACKEND, BackendLayout, load_spec, project_root
 from flagscale.patching.unpatch import unpatch
 
 _UNPATCH = """\
@@ -48,8 +48,8 @@ examples:
 
 
 def main_unpatch(argv: Sequence[str] | None = None) -> int:
-    """Fetch and adapt a backend's source; returns the exit code."""
-    parser = _parser("unpatch.py", _UNPATCH, _UNPATCH_EXAMPLES)
+    """Fetch and adapt a backend's source; return the exit code."""
+    parser = _make_parser("unpatch.py", _UNPATCH, _UNPATCH_EXAMPLES)
     parser.add_argument("--source", choices=KINDS, help="where the source comes from")
     parser.add_argument("--path", type=Path, help="a checkout or a tar archive (--source path)")
     parser.add_argument("--url", help="git repository instead of the pinned one (--source git)")
@@ -58,30 +58,30 @@ def main_unpatch(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--status", action="store_true", help="say what is applied, do nothing")
     arguments = parser.parse_args(argv)
     _check_combination(parser, arguments)
-    layout = Layout(arguments.root, arguments.backend)
+    layout = BackendLayout(arguments.root, arguments.backend)
     if arguments.status:
-        return _guarded(lambda: _status(layout, as_json=False))
+        return _run_with_errors(lambda: _print_status(layout, as_json=False))
 
     def run() -> int:
-        choice = Choice(arguments.source, arguments.path, arguments.url, arguments.commit)
-        say = (lambda line: None) if arguments.quiet else _say
-        outcome = unpatch(layout, choice, force=arguments.force, say=say)
+        choice = SourceOptions(arguments.source, arguments.path, arguments.url, arguments.commit)
+        say = (lambda line: None) if arguments.quiet else _print_step
+        outcome = unpatch(layout, choice, force=arguments.force, report_step=say)
         if not arguments.quiet or outcome.manifest.warnings:
             report.print_outcome(layout, outcome)
         return 0
 
-    return _guarded(run)
+    return _run_with_errors(run)
 
 
 def main_patch(argv: Sequence[str] | None = None) -> int:
-    """Collect the edits of an adapted tree into patches; returns the exit code."""
-    parser = _parser("patch.py", _PATCH, _PATCH_EXAMPLES)
+    """Collect the edits of an adapted tree into patches; return the exit code."""
+    parser = _make_parser("patch.py", _PATCH, _PATCH_EXAMPLES)
     parser.add_argument("--message", "--name", help="header of the new and changed patches")
     parser.add_argument(
         "--force", action="store_true", help="also when the patches are not what the tree has"
     )
     arguments = parser.parse_args(argv)
-    layout = Layout(arguments.root, arguments.backend)
+    layout = BackendLayout(arguments.root, arguments.backend)
 
     def run() -> int:
         collected = collect(layout, message=arguments.message, force=arguments.force)
@@ -89,19 +89,19 @@ def main_patch(argv: Sequence[str] | None = None) -> int:
             report.print_collected(layout, collected)
         return 0
 
-    return _guarded(run)
+    return _run_with_errors(run)
 
 
 def main_status(argv: Sequence[str] | None = None) -> int:
-    """Say what is applied to a backend's tree; returns the exit code."""
-    parser = _parser("status.py", "Say what is applied to third_party/<backend>.", None)
+    """Print the state of a backend's tree; return the exit code."""
+    parser = _make_parser("status.py", "Say what is applied to third_party/<backend>.", None)
     parser.add_argument("--json", action="store_true", help="the same for programs")
     arguments = parser.parse_args(argv)
-    layout = Layout(arguments.root, arguments.backend)
-    return _guarded(lambda: _status(layout, as_json=arguments.json))
+    layout = BackendLayout(arguments.root, arguments.backend)
+    return _run_with_errors(lambda: _print_status(layout, as_json=arguments.json))
 
 
-def _status(layout: Layout, *, as_json: bool) -> int:
+def _print_status(layout: BackendLayout, *, as_json: bool) -> int:
     load_spec(layout)
     manifest = read_manifest(layout.manifest)
     edits = manifest.edits(layout.tree) if manifest else Edits()
@@ -114,7 +114,7 @@ def _status(layout: Layout, *, as_json: bool) -> int:
     return 0
 
 
-def _parser(program: str, description: str, examples: str | None) -> argparse.ArgumentParser:
+def _make_parser(program: str, description: str, examples: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program,
         description=description,
@@ -131,7 +131,7 @@ def _parser(program: str, description: str, examples: str | None) -> argparse.Ar
 
 
 def _check_combination(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Options that contradict each other are the command line's mistake: exit code 2."""
+    """Exit with code 2 if options contradict each other."""
     by_kind = {"path": arguments.path, "git": arguments.url or arguments.commit}
     named = [kind for kind, value in by_kind.items() if value is not None]
     if len(named) > 1:
@@ -141,11 +141,11 @@ def _check_combination(parser: argparse.ArgumentParser, arguments: argparse.Name
         parser.error(f"{option} belongs to --source {named[0]}, not --source {arguments.source}")
 
 
-def _say(line: str) -> None:
+def _print_step(line: str) -> None:
     print(f"… {line}", flush=True)
 
 
-def _guarded(command: Callable[[], int]) -> int:
+def _run_with_errors(command: Callable[[], int]) -> int:
     try:
         return command()
     except FlagscaleError as error:

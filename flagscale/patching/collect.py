@@ -1,7 +1,7 @@
-"""The reverse of unpatch: turn the edits made in an adapted tree into patches.
+"""Collect the edits made in an adapted tree into patches.
 
-Afterwards the patch directory holds exactly one patch for every file that differs from the tree
-as the codemods left it, and a fresh unpatch gives the very tree that was collected from.
+Afterwards the patch directory has exactly one patch per file that differs from the tree after the
+codemods, and a fresh unpatch reproduces the tree.
 """
 
 from __future__ import annotations
@@ -15,35 +15,36 @@ from pathlib import Path
 from flagscale.errors import BackendSourceError
 from flagscale.patching import adapt, git
 from flagscale.patching.archive import unpack
-from flagscale.patching.manifest import Manifest, compare, read_manifest, scan
-from flagscale.patching.spec import Layout, load_spec
-from flagscale.patching.unpatch import fingerprint, locked, patch_digests, recover
+from flagscale.patching.manifest import Manifest, compare_scans, read_manifest, scan_tree
+from flagscale.patching.spec import BackendLayout, load_spec
+from flagscale.patching.unpatch import compute_fingerprint, lock_tree, patch_digests, recover_tree
 
 _DIFF = b"diff --git "
 
 
 @dataclass(frozen=True)
-class Collected:
-    """What a collection did; patches by their name below the patch directory."""
+class CollectResult:
+    """Result of a collection, with names of patches below the patch directory."""
 
     written: tuple[str, ...]
     removed: tuple[str, ...]
     unchanged: tuple[str, ...]
 
 
-def collect(layout: Layout, *, message: str | None = None, force: bool = False) -> Collected:
+def collect(
+    layout: BackendLayout, *, message: str | None = None, force: bool = False
+) -> CollectResult:
     """Write the tree's edits beyond the codemods into ``layout.patches``.
 
-    ``message`` becomes the header of the patches that are new or changed; an unchanged patch
-    keeps every byte.
+    ``message`` becomes the header of new and changed patches; unchanged patches keep every byte.
 
     Raises:
-        BackendSourceError: there is no adapted tree, an edited Python file does not compile, or
-            the directory holds patches the tree was not made with (unless ``force``).
+        BackendSourceError: there is no adapted tree, an edited Python file does not compile, or the
+            directory has patches that the tree was not made with (unless ``force``).
     """
     load_spec(layout)
-    with locked(layout):
-        recover(layout)
+    with lock_tree(layout):
+        recover_tree(layout)
         manifest = read_manifest(layout.manifest)
         if manifest is None or not layout.base.is_file():
             raise BackendSourceError(
@@ -56,16 +57,16 @@ def collect(layout: Layout, *, message: str | None = None, force: bool = False) 
             dir=layout.tree.parent, prefix=f".{layout.backend}.collect-"
         ) as scratch:
             patches = _diff_all(layout, manifest, Path(scratch), message)
-        current = manifest.fingerprint == fingerprint(layout, manifest.identity)
-        collected = _store(layout, patches)
-        _record(layout, manifest, current=current)
+        current = manifest.fingerprint == compute_fingerprint(layout, manifest.identity)
+        collected = _store_patches(layout, patches)
+        _update_manifest(layout, manifest, current=current)
         return collected
 
 
-def _refuse_foreign(layout: Layout, manifest: Manifest) -> None:
-    changed = compare(dict(manifest.patches), patch_digests(layout))
+def _refuse_foreign(layout: BackendLayout, manifest: Manifest) -> None:
+    changed = compare_scans(dict(manifest.patches), patch_digests(layout))
     if changed:
-        listed = "\n".join(f"  {line}" for line in changed.lines())
+        listed = "\n".join(f"  {line}" for line in changed.format_lines())
         raise BackendSourceError(
             f"{layout.patches} is not what the tree was made with:\n{listed}\n"
             f"collecting now would overwrite those changes with what the tree holds",
@@ -75,14 +76,14 @@ def _refuse_foreign(layout: Layout, manifest: Manifest) -> None:
 
 
 def _diff_all(
-    layout: Layout, manifest: Manifest, scratch: Path, message: str | None
+    layout: BackendLayout, manifest: Manifest, scratch: Path, message: str | None
 ) -> dict[str, bytes]:
-    """The whole content of the patch directory, by name."""
+    """Return the complete content of the patch directory, by name."""
     base = scratch / "base"
     unpack(layout.base, base)
     generated = frozenset(manifest.generated)
-    before, after = scan(base), scan(layout.tree, without=generated)
-    edits = compare(before, after)
+    before, after = scan_tree(base), scan_tree(layout.tree, without=generated)
+    edits = compare_scans(before, after)
     adapt.check_python(layout.tree, [*edits.modified, *edits.added])
     patches = {}
     for number, path in enumerate(edits.paths()):
@@ -91,45 +92,47 @@ def _diff_all(
         old = base / path if path in before else None
         new = layout.tree / path if path in after else None
         name = f"{path}.patch"
-        diff = git.diff(old, new, path, work)
+        diff = git.make_diff(old, new, path, work)
         patches[name] = _with_header(layout.patches / name, diff, message)
         shutil.rmtree(work)
-    _prove(base, patches, after)
+    _verify_patches(base, patches, after)
     return patches
 
 
 def _with_header(existing: Path, diff: bytes, message: str | None) -> bytes:
-    """``diff`` below its header: the new message, else the one the patch already has."""
-    kept = b""
+    """Return ``diff`` below its header: the new message, otherwise the existing one."""
+    header = b""
     if existing.is_file():
         content = existing.read_bytes()
         at = content.find(_DIFF)
         if at >= 0 and content[at:] == diff:
             return content
-        kept = content[: max(at, 0)]
+        header = content[: max(at, 0)]
     if message is None:
-        return kept + diff
+        return header + diff
     lines = "".join(f"# {line}\n" for line in message.strip().splitlines())
     return lines.encode("utf-8") + b"\n" + diff
 
 
-def _prove(base: Path, patches: Mapping[str, bytes], wanted: Mapping[str, str]) -> None:
-    """Apply the patches to the base and compare: a patch that does not reproduce is not stored."""
+def _verify_patches(base: Path, patches: Mapping[str, bytes], expected: Mapping[str, str]) -> None:
+    """Apply the patches to the base and compare, so that only reproducible patches are stored."""
     for name in sorted(patches):
-        if said := git.apply(patches[name], base):
-            raise BackendSourceError(f"the edit of {name[:-6]} cannot be kept as a patch: {said}")
-    if wrong := compare(dict(wanted), scan(base)):
-        listed = "\n".join(f"  {line}" for line in wrong.lines())
+        if message := git.apply_patch(patches[name], base):
+            raise BackendSourceError(
+                f"the edit of {name[:-6]} cannot be kept as a patch: {message}"
+            )
+    if differences := compare_scans(dict(expected), scan_tree(base)):
+        listed = "\n".join(f"  {line}" for line in differences.format_lines())
         raise BackendSourceError(f"these edits cannot be kept as patches:\n{listed}")
 
 
-def _store(layout: Layout, patches: Mapping[str, bytes]) -> Collected:
+def _store_patches(layout: BackendLayout, patches: Mapping[str, bytes]) -> CollectResult:
     directory = layout.patches
-    present = adapt.patch_files(directory) if directory.is_dir() else []
+    present = adapt.list_patches(directory) if directory.is_dir() else []
     removed = [name for name in present if name not in patches]
     for name in removed:
         (directory / name).unlink()
-        _drop_empty(directory, (directory / name).parent)
+        _remove_empty_directories(directory, (directory / name).parent)
     written, unchanged = [], []
     for name, content in sorted(patches.items()):
         target = directory / name
@@ -141,26 +144,28 @@ def _store(layout: Layout, patches: Mapping[str, bytes]) -> Collected:
         temporary.write_bytes(content)
         temporary.replace(target)
         written.append(name)
-    return Collected(tuple(written), tuple(removed), tuple(unchanged))
+    return CollectResult(tuple(written), tuple(removed), tuple(unchanged))
 
 
-def _drop_empty(top: Path, directory: Path) -> None:
+def _remove_empty_directories(top: Path, directory: Path) -> None:
     while directory != top and not any(directory.iterdir()):
         directory.rmdir()
         directory = directory.parent
 
 
-def _record(layout: Layout, manifest: Manifest, *, current: bool) -> None:
-    """Note that the tree is now what its patches describe, so that unpatch has nothing to do.
+def _update_manifest(layout: BackendLayout, manifest: Manifest, *, current: bool) -> None:
+    """Record that the tree equals its patches, so that unpatch has nothing to do.
 
-    A tree that was not ``current`` before, since codemods have changed under it, stays so: the
-    next unpatch makes it anew, and loses nothing, for every edit is a patch now.
+    If the tree was not ``current``, because codemods have changed since, it stays so: the next
+    unpatch rebuilds it and loses nothing, because every edit is now a patch.
     """
-    made_from = fingerprint(layout, manifest.identity) if current else manifest.fingerprint
+    new_fingerprint = (
+        compute_fingerprint(layout, manifest.identity) if current else manifest.fingerprint
+    )
     updated = replace(
         manifest,
         patches=patch_digests(layout),
-        files=scan(layout.tree, without=frozenset(manifest.generated)),
-        fingerprint=made_from,
+        files=scan_tree(layout.tree, without=frozenset(manifest.generated)),
+        fingerprint=new_fingerprint,
     )
     updated.write(layout.manifest)

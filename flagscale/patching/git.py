@@ -1,7 +1,7 @@
-"""git: one commit as an archive, unified diffs, and applying them.
+"""git operations: archiving a commit, making unified diffs, applying them.
 
-Every command runs with the user's configuration out of the way (external diff tools, prefixes,
-colours, line-ending rules) and finds no repository above the directory it works in.
+Every command ignores the user's configuration (external diff tools, prefixes, colors, line endings)
+and any repository above its working directory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flagscale.errors import BackendSourceError
 _SETTINGS = ("-c", "core.autocrlf=false", "-c", "core.safecrlf=false", "-c", "core.quotepath=true")
 
 
-def _run(
+def _run_git(
     arguments: Sequence[str], *, cwd: Path, stdin: bytes | None = None
 ) -> subprocess.CompletedProcess[bytes]:
     if shutil.which("git") is None:
@@ -43,11 +43,11 @@ def _run(
     )
 
 
-def diff(before: Path | None, after: Path | None, path: str, scratch: Path) -> bytes:
-    """The unified diff that turns ``before`` into ``after``, both at the relative ``path``.
+def make_diff(before: Path | None, after: Path | None, path: str, scratch: Path) -> bytes:
+    """Return the unified diff that turns ``before`` into ``after``, both at the relative ``path``.
 
-    ``None`` says that the file is not there. Works for binary files, links and modes too.
-    ``scratch`` is an empty directory to work in.
+    ``None`` stands for a missing file. Binary files, links and modes are supported. ``scratch`` is
+    an empty working directory.
 
     Raises:
         BackendSourceError: git is missing or fails.
@@ -59,27 +59,27 @@ def diff(before: Path | None, after: Path | None, path: str, scratch: Path) -> b
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(original, target, follow_symlinks=False)
     flags = ("--no-index", "--no-prefix", "--no-color", "--no-ext-diff", "--no-renames", "--binary")
-    done = _run(["diff", *flags, "a", "b"], cwd=scratch)
-    if done.returncode not in (0, 1):
-        raise BackendSourceError(f"git diff failed for {path}: {_said(done)}")
-    return done.stdout
+    result = _run_git(["diff", *flags, "a", "b"], cwd=scratch)
+    if result.returncode not in (0, 1):
+        raise BackendSourceError(f"git diff failed for {path}: {_error_text(result)}")
+    return result.stdout
 
 
-def apply(patch: bytes, tree: Path) -> str | None:
-    """Apply ``patch`` to ``tree``: all of it or nothing. Returns git's words when it cannot."""
-    done = _run(["apply", "--whitespace=nowarn", "-p1", "-"], cwd=tree, stdin=patch)
-    return _said(done) if done.returncode else None
+def apply_patch(patch: bytes, tree: Path) -> str | None:
+    """Apply ``patch`` to ``tree``, completely or not at all. Return git's message if it fails."""
+    result = _run_git(["apply", "--whitespace=nowarn", "-p1", "-"], cwd=tree, stdin=patch)
+    return _error_text(result) if result.returncode else None
 
 
-def _said(done: subprocess.CompletedProcess[bytes]) -> str:
-    return done.stderr.decode(errors="replace").strip()
+def _error_text(result: subprocess.CompletedProcess[bytes]) -> str:
+    return result.stderr.decode(errors="replace").strip()
 
 
 def archive_commit(url: str, commit: str, target: Path) -> None:
-    """Fetch one commit of ``url`` and put its files into the tar archive ``target``, atomically.
+    """Fetch one commit of ``url`` into the tar archive ``target``, atomically.
 
     Raises:
-        BackendSourceError: the repository cannot be reached or does not have the commit.
+        BackendSourceError: the repository is unreachable or does not have the commit.
     """
     try:
         from git import GitCommandError, Repo  # loaded late: only this source needs it
@@ -95,18 +95,20 @@ def archive_commit(url: str, commit: str, target: Path) -> None:
         try:
             repository.git.fetch("--depth=1", "--no-tags", "--", url, commit, env=quiet)
         except GitCommandError as error:
-            raise _fetch_failed(url, commit, str(error.stderr)) from error
-        kept = Path(scratch) / target.name
-        with kept.open("wb") as out:
+            raise _fetch_error(url, commit, str(error.stderr)) from error
+        temporary = Path(scratch) / target.name
+        with temporary.open("wb") as out:
             repository.archive(out, treeish=commit, prefix="source/", format="tar")
         repository.close()
-        kept.replace(target)
+        temporary.replace(target)
 
 
-def _fetch_failed(url: str, commit: str, said: str) -> BackendSourceError:
-    lines = [line.strip() for line in said.replace("stderr:", "").strip(" '\n").splitlines()]
+def _fetch_error(url: str, commit: str, stderr: str) -> BackendSourceError:
+    lines = [line.strip() for line in stderr.replace("stderr:", "").strip(" '\n").splitlines()]
     words = "\n".join(f"  {line}" for line in lines[-4:])
-    if any(sign in said for sign in ("not our ref", "no such remote ref", "couldn't find remote")):
+    if any(
+        sign in stderr for sign in ("not our ref", "no such remote ref", "couldn't find remote")
+    ):
         return BackendSourceError(
             f"{url} does not have commit {commit}:\n{words}",
             hint="check the commit id and the URL; a fork may lack what upstream has",

@@ -1,4 +1,4 @@
-"""What was done to a tree, and what has been edited in it since."""
+"""Record of an adapted tree, and detection of later edits."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from flagscale.errors import BackendSourceError
 from flagscale.patching.spec import STATE_DIRECTORY
 
 FORMAT = 1
-#: Directories that are never part of a tree: ours, version control's, and tools' caches.
 IGNORED_DIRECTORIES = frozenset(
     {STATE_DIRECTORY, ".git", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
 )
+"""Directories that are never part of a tree: ours, version control's, and tools' caches."""
 IGNORED_FILES = ("*.pyc", "*.pyo", "*.orig", "*.rej", "*~", ".*.sw?", ".DS_Store")
 
 
-def scan(tree: Path, *, without: frozenset[str] = frozenset()) -> dict[str, str]:
-    """Digest of every file of ``tree`` by its path relative to it, sorted.
+def scan_tree(tree: Path, *, without: frozenset[str] = frozenset()) -> dict[str, str]:
+    """Return the digest of every file of ``tree`` by its relative path, sorted.
 
-    The digest covers the content and the executable bit; for a symbolic link, its target.
-    ``without`` names files that were generated and are nobody's edit.
+    A digest covers content and executable bit; for a symbolic link, its target. Generated files in
+    ``without`` are left out.
     """
-    return {path: digest(tree / path) for path in sorted(_walk(tree)) if path not in without}
+    return {path: file_digest(tree / path) for path in sorted(_walk(tree)) if path not in without}
 
 
 def _walk(tree: Path) -> Iterator[str]:
@@ -42,17 +42,19 @@ def _walk(tree: Path) -> Iterator[str]:
                 yield (here / name).as_posix()
 
 
-def digest(path: Path) -> str:
-    """``sha256`` of the content, prefixed ``x:`` when executable; ``link:`` and a link's target."""
+def file_digest(path: Path) -> str:
+    """Return ``sha256`` of the content, prefixed ``x:`` if executable; ``link:`` and target for a
+    link.
+    """
     if path.is_symlink():
         return f"link:{path.readlink()}"
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    return f"x:{found}" if path.stat().st_mode & 0o100 else found
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    return f"x:{sha256}" if path.stat().st_mode & 0o100 else sha256
 
 
 @dataclass(frozen=True)
 class Edits:
-    """How one state of a tree differs from another; paths are sorted."""
+    """Difference between two states of a tree, with sorted paths."""
 
     modified: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
@@ -61,18 +63,18 @@ class Edits:
     def __bool__(self) -> bool:
         return bool(self.modified or self.added or self.deleted)
 
-    def lines(self) -> list[str]:
-        """One line a file: ``modified: path``."""
+    def format_lines(self) -> list[str]:
+        """Return one line per file: ``modified: path``."""
         named = (("modified", self.modified), ("new", self.added), ("deleted", self.deleted))
         return [f"{kind}: {path}" for kind, paths in named for path in paths]
 
     def paths(self) -> list[str]:
-        """All paths, sorted."""
+        """Return all paths, sorted."""
         return sorted((*self.modified, *self.added, *self.deleted))
 
 
-def compare(before: Mapping[str, str], after: Mapping[str, str]) -> Edits:
-    """What changed between two scans."""
+def compare_scans(before: Mapping[str, str], after: Mapping[str, str]) -> Edits:
+    """Return the difference between two scans."""
     return Edits(
         modified=tuple(p for p in sorted(before) if p in after and before[p] != after[p]),
         added=tuple(p for p in sorted(after) if p not in before),
@@ -82,38 +84,39 @@ def compare(before: Mapping[str, str], after: Mapping[str, str]) -> Edits:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record an adaptation leaves in its tree."""
+    """Record of an adaptation, stored in its tree."""
 
     backend: str
     version: str
-    #: In words: ``megatron-core 0.16.1 from the package registry (sha256 8652…)``.
     source: str
-    #: Which content that is, to the last byte.
+    """Description, such as ``megatron-core 0.16.1 from the package registry (sha256 8652…)``."""
     identity: str
-    #: The source options it was made with, by name; those not given are left out.
+    """Identity of the exact content."""
     choice: Mapping[str, str]
-    #: Of everything the tree was made from; equal fingerprints mean there is nothing to do.
+    """Source options of the command; options that were not set are left out."""
     fingerprint: str
+    """Digest of everything the tree was made from; equal fingerprints mean there is nothing to do.
+    """
     made_at: str
-    #: How often each codemod changed something, and in how many files altogether.
     codemods: Mapping[str, int]
+    """Number of changes per codemod."""
     rewritten_files: int
-    #: Patches that were applied: path relative to the patch directory → sha256.
     patches: Mapping[str, str]
-    #: Digest of every file of the tree as it was left.
+    """Digest of each applied patch, by path relative to the patch directory."""
     files: Mapping[str, str]
-    #: Files made for this machine (compiled modules), which are nobody's edit.
+    """Digest of every file of the finished tree."""
     generated: tuple[str, ...] = ()
-    #: How the compiled helper was provided, in words.
+    """Files made for this machine (compiled modules), which are not edits."""
     native: str = ""
+    """Description of how the compiled module was provided."""
     warnings: tuple[str, ...] = field(default=())
 
     def edits(self, tree: Path) -> Edits:
-        """What has been edited in ``tree`` since this record was written."""
-        return compare(self.files, scan(tree, without=frozenset(self.generated)))
+        """Return the edits made in ``tree`` since this record was written."""
+        return compare_scans(self.files, scan_tree(tree, without=frozenset(self.generated)))
 
     def write(self, path: Path) -> None:
-        """Write atomically."""
+        """Write the record atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True)
@@ -122,7 +125,7 @@ class Manifest:
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """The record at ``path``, or ``None`` when there is none.
+    """Read the record at ``path``; return None if there is none.
 
     Raises:
         BackendSourceError: it cannot be read, or another version of this tool wrote it.

@@ -1,4 +1,4 @@
-"""Providing the compiled module a backend's wheel carries and its source archive does not."""
+"""Compiled module of a backend, which its wheel contains and its source archive does not."""
 
 from __future__ import annotations
 
@@ -17,41 +17,43 @@ _FLAGS = ("-O3", "-Wall", "-shared", "-std=c++17", "-fPIC")
 
 
 @dataclass(frozen=True)
-class Native:
-    """The compiled module: its path in the tree, or ``None`` and what to do about it."""
+class NativeModule:
+    """Result: path of the compiled module in the tree, or None with the reason."""
 
     path: str | None
     how: str
 
 
-def suffix() -> str:
-    """What this interpreter's compiled modules end in: ``.cpython-311-x86_64-linux-gnu.so``."""
+def extension_suffix() -> str:
+    """Return the suffix of this interpreter's compiled modules:
+    ``.cpython-311-x86_64-linux-gnu.so``.
+    """
     return str(sysconfig.get_config_var("EXT_SUFFIX"))
 
 
-def provide(spec: BackendSpec, tree: Path, version: str) -> Native | None:
-    """Put the module into ``tree``: copied from an installed wheel of ``version``, or built.
+def provide_module(spec: BackendSpec, tree: Path, version: str) -> NativeModule | None:
+    """Copy the module from an installed wheel of ``version`` into ``tree``, or build it.
 
-    Returns ``None`` when the backend has no such module.
+    Returns None if the backend has no such module.
     """
     if spec.native_module is None:
         return None
-    path = spec.native_module + suffix()
+    path = spec.native_module + extension_suffix()
     package = spec.sources.get("installed", {}).get("package", "")
-    if original := _installed(package, version, path):
+    if original := _find_installed(package, version, path):
         shutil.copyfile(original, tree / path)
-        return Native(path, f"copied from the installed {package} {version}")
-    problem = _build(tree, spec.native_source or "", path)
+        return NativeModule(path, f"copied from the installed {package} {version}")
+    problem = _compile_module(tree, spec.native_source or "", path)
     if problem is None:
-        return Native(path, "built with g++ and pybind11")
-    return Native(
+        return NativeModule(path, "built with g++ and pybind11")
+    return NativeModule(
         None,
         f"{Path(path).name} is missing, and without it no dataset can be indexed: {package} "
         f"{version} is not installed for this Python, and {problem}",
     )
 
 
-def _installed(package: str, version: str, path: str) -> Path | None:
+def _find_installed(package: str, version: str, path: str) -> Path | None:
     if not package:
         return None
     for distribution in importlib.metadata.distributions(name=package):
@@ -61,8 +63,8 @@ def _installed(package: str, version: str, path: str) -> Path | None:
     return None
 
 
-def _build(tree: Path, source: str, path: str) -> str | None:
-    """Compile the module; returns why it could not be done."""
+def _compile_module(tree: Path, source: str, path: str) -> str | None:
+    """Compile the module. Return the reason if that is impossible, otherwise None."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         return "there is no C++ compiler to build it with (install g++, or set CXX)"
@@ -73,14 +75,14 @@ def _build(tree: Path, source: str, path: str) -> str | None:
     if not source or not (tree / source).is_file():
         return f"its source {source or ''} is not in the tree"
     includes = [f"-I{include}", f"-I{sysconfig.get_path('include')}"]
-    done = subprocess.run(
+    result = subprocess.run(
         [compiler, *_FLAGS, *includes, str(tree / source), "-o", str(tree / path)],
         capture_output=True,
         text=True,
         errors="replace",
         check=False,
     )
-    if done.returncode != 0:
-        last = "\n".join(done.stderr.strip().splitlines()[-5:])
+    if result.returncode != 0:
+        last = "\n".join(result.stderr.strip().splitlines()[-5:])
         return f"{compiler} could not compile {source}:\n{last}"
     return None

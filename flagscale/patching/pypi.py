@@ -1,4 +1,4 @@
-"""Downloading a source archive through pip, which knows the user's mirrors, proxies and logins."""
+"""Download of a source archive with pip, which uses the user's mirrors, proxies and logins."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _GOT = re.compile(r"Got\s+([0-9a-f]{64})")
 
 
 def download_sdist(package: str, version: str, sha256: str, target: Path) -> None:
-    """Download the source archive of ``package`` and put it at ``target``, atomically.
+    """Download the source archive of ``package`` to ``target``, atomically.
 
     Raises:
-        BackendSourceError: no network, no such release, another content than ``sha256`` pins.
+        BackendSourceError: no network, no such release, or another content than ``sha256``.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".download-") as scratch:
         requirements = Path(scratch) / "requirements.txt"
         requirements.write_text(f"{package}=={version} --hash=sha256:{sha256}\n", encoding="utf-8")
         finished = subprocess.run(
-            _command(package, Path(scratch), requirements),
-            env=_environment(),
+            _pip_command(package, Path(scratch), requirements),
+            env=_pip_environment(),
             capture_output=True,
             text=True,
             errors="replace",
@@ -39,11 +39,11 @@ def download_sdist(package: str, version: str, sha256: str, target: Path) -> Non
         )
         archives = sorted(Path(scratch).glob("*.tar.gz"))
         if finished.returncode != 0 or len(archives) != 1:
-            raise _failure(package, version, sha256, finished.stdout + finished.stderr)
+            raise _download_error(package, version, sha256, finished.stdout + finished.stderr)
         archives[0].replace(target)
 
 
-def _command(package: str, destination: Path, requirements: Path) -> list[str]:
+def _pip_command(package: str, destination: Path, requirements: Path) -> list[str]:
     return [
         *(sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", package),
         *("--require-hashes", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"),
@@ -51,17 +51,17 @@ def _command(package: str, destination: Path, requirements: Path) -> list[str]:
     ]
 
 
-def _environment() -> dict[str, str]:
-    """Ours, with this interpreter's directory first on PATH.
+def _pip_environment() -> dict[str, str]:
+    """Return our environment with this interpreter's directory first on PATH.
 
-    pip asks the archive for its metadata, and the archive's set-up script runs ``python3``: that
+    pip asks the archive for its metadata, and the archive's setup script runs ``python3``, which
     must be the interpreter whose build environment pip has prepared.
     """
     here = str(Path(sys.executable).parent)
     return {**os.environ, "PATH": os.pathsep.join([here, os.environ.get("PATH", os.defpath)])}
 
 
-def _failure(package: str, version: str, sha256: str, output: str) -> BackendSourceError:
+def _download_error(package: str, version: str, sha256: str, output: str) -> BackendSourceError:
     release = f"{package} {version}"
     offline = "or take what is installed: --source installed; or a copy: --path DIRECTORY"
     if "DO NOT MATCH THE HASHES" in output:
@@ -76,9 +76,9 @@ def _failure(package: str, version: str, sha256: str, output: str) -> BackendSou
             f"{release}: {sys.executable} has no pip to download it with",
             hint=f"run {sys.executable} -m ensurepip, {offline}",
         )
-    # pip tells of every retry at length, and of the outcome last.
-    told = [line for line in output.strip().splitlines() if "WARNING: Retrying" not in line]
-    last = "\n".join(f"  {line.strip()}" for line in told[-6:])
+    # pip reports every retry at length and the outcome last.
+    lines = [line for line in output.strip().splitlines() if "WARNING: Retrying" not in line]
+    last = "\n".join(f"  {line.strip()}" for line in lines[-6:])
     if _UNREACHABLE.search(output):
         return BackendSourceError(
             f"{release}: no registry that pip knows could be reached, or none has it:\n{last}",

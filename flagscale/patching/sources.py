@@ -1,7 +1,7 @@
-"""Getting a backend's pinned source: from the registry, git, a path, or what is installed.
+"""Sources of a backend's tree: package registry, git, a path, or an installed distribution.
 
-Each source knows what it will fetch before it fetches it (:attr:`Source.identity`), so that an
-adapted tree that is up to date costs no fetch.
+Each source has an :attr:`Source.identity` before anything is fetched, so a current tree needs no
+fetch.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from pathlib import Path
 from flagscale.errors import BackendSourceError
 from flagscale.patching.archive import copy_tree, unpack
 from flagscale.patching.git import archive_commit
-from flagscale.patching.manifest import scan
+from flagscale.patching.manifest import scan_tree
 from flagscale.patching.pypi import download_sdist
-from flagscale.patching.spec import BackendSpec, Layout
+from flagscale.patching.spec import BackendLayout, BackendSpec
 
 KINDS = ("registry", "git", "path", "installed")
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What the user asked for; ``None`` takes the definition's pin."""
+class SourceOptions:
+    """Source options of the command; ``None`` selects the definition's pin."""
 
     kind: str | None = None
     path: Path | None = None
     url: str | None = None
     commit: str | None = None
 
-    def recorded(self) -> dict[str, str]:
-        """As a record keeps it: only what was given, the path absolute."""
-        given = {"kind": self.kind, "url": self.url, "commit": self.commit}
+    def to_record(self) -> dict[str, str]:
+        """Return the options that were set, with an absolute path, for the record."""
+        options = {"kind": self.kind, "url": self.url, "commit": self.commit}
         if self.path is not None:
-            given["path"] = str(self.path.expanduser().resolve())
-        return {name: value for name, value in given.items() if value is not None}
+            options["path"] = str(self.path.expanduser().resolve())
+        return {name: value for name, value in options.items() if value is not None}
 
     @classmethod
-    def from_record(cls, record: Mapping[str, str]) -> Choice:
-        """The reverse of :meth:`recorded`."""
+    def from_record(cls, record: Mapping[str, str]) -> SourceOptions:
+        """Restore the options from :meth:`to_record`'s result."""
         path = Path(record["path"]) if "path" in record else None
         return cls(record.get("kind"), path, record.get("url"), record.get("commit"))
 
 
 class Source(ABC):
-    """Where a tree comes from."""
+    """Source of a backend's tree."""
 
-    #: Says which content this is, to the last byte, without fetching it.
     identity: str
-    #: The same for people.
+    """Identity of the exact content, known without fetching it."""
     description: str
+    """Description for messages."""
 
     @abstractmethod
     def fetch(self, cache: Path, destination: Path) -> None:
@@ -68,7 +68,7 @@ class Source(ABC):
 
 
 class RegistrySource(Source):
-    """A source archive of the package registry pip is set up for, pinned by its sha256."""
+    """Source archive from pip's package registry, pinned by its sha256."""
 
     def __init__(self, package: str, version: str, sha256: str) -> None:
         self._package, self._version, self._sha256 = package, version, sha256
@@ -76,14 +76,14 @@ class RegistrySource(Source):
         self.description = f"{package} {version} from the package registry, sha256 {sha256[:12]}…"
 
     def fetch(self, cache: Path, destination: Path) -> None:
-        kept = cache / f"{self._package}-{self._version}-{self._sha256[:16]}.tar.gz"
-        if not (kept.is_file() and _sha256(kept) == self._sha256):
-            download_sdist(self._package, self._version, self._sha256, kept)
-        unpack(kept, destination)
+        archive = cache / f"{self._package}-{self._version}-{self._sha256[:16]}.tar.gz"
+        if not (archive.is_file() and _sha256(archive) == self._sha256):
+            download_sdist(self._package, self._version, self._sha256, archive)
+        unpack(archive, destination)
 
 
 class GitSource(Source):
-    """One commit of a git repository."""
+    """Commit of a git repository."""
 
     def __init__(self, url: str, commit: str) -> None:
         if not re.fullmatch(r"[0-9a-f]{40}", commit):
@@ -96,19 +96,21 @@ class GitSource(Source):
         self.description = f"{url} at commit {commit[:12]}"
 
     def fetch(self, cache: Path, destination: Path) -> None:
-        kept = cache / f"git-{self._commit}.tar"
-        if not kept.is_file():
-            archive_commit(self._url, self._commit, kept)
-        unpack(kept, destination)
+        archive = cache / f"git-{self._commit}.tar"
+        if not archive.is_file():
+            archive_commit(self._url, self._commit, archive)
+        unpack(archive, destination)
 
 
 class PathSource(Source):
-    """A directory, or a tar archive, on this machine."""
+    """Directory or tar archive on this machine."""
 
     def __init__(self, path: Path) -> None:
         self._path = path.expanduser().resolve()
         if self._path.is_dir():
-            content = "\0".join(f"{found} {name}" for name, found in scan(self._path).items())
+            content = "\0".join(
+                f"{digest} {name}" for name, digest in scan_tree(self._path).items()
+            )
             self.identity = f"tree:{hashlib.sha256(os.fsencode(content)).hexdigest()}"
         elif self._path.is_file():
             self.identity = f"archive:{_sha256(self._path)}"
@@ -127,10 +129,10 @@ class PathSource(Source):
 
 
 class InstalledSource(Source):
-    """The Python files of an installed distribution, each checked against its record."""
+    """Python files of an installed distribution, verified against its RECORD."""
 
     def __init__(self, package: str, version: str) -> None:
-        self._distribution = installed_distribution(package, version)
+        self._distribution = find_distribution(package, version)
         record = self._distribution.read_text("RECORD") or ""
         self.identity = f"installed:{hashlib.sha256(record.encode()).hexdigest()}"
         self.description = f"the installed {package} {version}"
@@ -153,26 +155,26 @@ class InstalledSource(Source):
             shutil.copyfile(original, target)
 
 
-def installed_distribution(package: str, version: str) -> importlib.metadata.Distribution:
-    """The installed distribution of exactly this version that lists its files.
+def find_distribution(package: str, version: str) -> importlib.metadata.Distribution:
+    """Return the installed distribution of exactly this version, with a list of its files.
 
     Raises:
-        BackendSourceError: there is none; says which version there is.
+        BackendSourceError: there is none; names the installed version.
     """
-    found = []
+    versions = []
     for distribution in importlib.metadata.distributions(name=package):
         if distribution.version == version and distribution.read_text("RECORD"):
             return distribution
-        found.append(distribution.version)
-    has = f"found {', '.join(sorted(set(found)))}" if found else "it is not installed"
+        versions.append(distribution.version)
+    has = f"found {', '.join(sorted(set(versions)))}" if versions else "it is not installed"
     raise BackendSourceError(
         f"{package} {version} is not installed here: {has}",
         hint=f"pip install --no-deps {package}=={version}, or use --source registry",
     )
 
 
-def choose_source(spec: BackendSpec, layout: Layout, choice: Choice) -> Source:
-    """The source the user chose, with the definition's pins where he named none.
+def choose_source(spec: BackendSpec, layout: BackendLayout, choice: SourceOptions) -> Source:
+    """Return the source selected by the user, with the definition's pins as defaults.
 
     Raises:
         BackendSourceError: unknown kind, or an option that does not belong to the kind.
@@ -201,7 +203,7 @@ def choose_source(spec: BackendSpec, layout: Layout, choice: Choice) -> Source:
     return GitSource(url, commit)
 
 
-def _implied_kind(choice: Choice) -> str | None:
+def _implied_kind(choice: SourceOptions) -> str | None:
     if choice.path is not None:
         return "path"
     return "git" if choice.url or choice.commit else None

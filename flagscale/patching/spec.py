@@ -1,4 +1,4 @@
-"""A backend's definition: ``backends/<name>/{backend,codemods}.yaml``, and where things lie."""
+"""Definition of a backend (``backends/<name>/{backend,codemods}.yaml``) and its directories."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ from flagscale.errors import BackendSourceError, ConfigError
 from flagscale.patching.codemods.names import CODEMOD_NAMES
 
 DEFAULT_BACKEND = "Megatron-LM"
-#: The directory inside an adapted tree that holds what this package remembers of it.
 STATE_DIRECTORY = ".flagscale"
+"""Directory inside an adapted tree with this package's records."""
 
 
 def project_root() -> Path:
-    """The checkout this package runs from: the directory that holds ``backends/``."""
+    """Return the checkout of this package, which contains ``backends/``."""
     return Path(__file__).resolve().parents[2]
 
 
 def cache_directory() -> Path:
-    """Where fetched sources are kept: ``$FLAGSCALE_CACHE``, else the user's cache directory."""
+    """Return the cache of fetched sources: ``$FLAGSCALE_CACHE``, otherwise the user's cache
+    directory.
+    """
     if chosen := os.environ.get("FLAGSCALE_CACHE"):
         return Path(chosen).expanduser() / "sources"
     return files.cache_directory() / "sources"
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where one backend's definition and its adapted tree lie."""
+class BackendLayout:
+    """Paths of a backend's definition and of its adapted tree."""
 
     root: Path
     backend: str
@@ -50,7 +52,7 @@ class Layout:
 
     @property
     def files(self) -> Path:
-        """Files of ours that are written into the tree as they are."""
+        """Additional files that are copied into the tree unchanged."""
         return self.definition / "files"
 
     @property
@@ -63,24 +65,24 @@ class Layout:
 
     @property
     def base(self) -> Path:
-        """The tree after its codemods and before any patch, as an archive."""
+        """Archive of the tree after its codemods and before any patch."""
         return self.tree / STATE_DIRECTORY / "base.tar.gz"
 
-    def beside(self, purpose: str) -> Path:
-        """A hidden sibling of the tree, on the same file system, so that a rename is atomic."""
+    def sibling(self, purpose: str) -> Path:
+        """Return a hidden sibling of the tree, on its file system, so that renames are atomic."""
         return self.tree.parent / f".{self.backend}.{purpose}"
 
 
 @dataclass(frozen=True)
-class Rule:
-    """Some codemods and the files they work on."""
+class CodemodRule:
+    """Codemods and the files that they apply to."""
 
     codemods: tuple[str, ...]
     include: tuple[str, ...]
     exclude: tuple[str, ...]
 
     def covers(self, path: str) -> bool:
-        """Whether ``path``, relative to the tree and with slashes, is one of the rule's files."""
+        """Return whether the rule applies to ``path``, relative to the tree and with slashes."""
         return any(fnmatchcase(path, p) for p in self.include) and not any(
             fnmatchcase(path, p) for p in self.exclude
         )
@@ -88,46 +90,46 @@ class Rule:
 
 @dataclass(frozen=True)
 class BackendSpec:
-    """``backend.yaml`` and ``codemods.yaml``, checked."""
+    """Validated contents of ``backend.yaml`` and ``codemods.yaml``."""
 
     name: str
     version: str
     version_file: str
     default_source: str
     sources: Mapping[str, Mapping[str, str]]
-    rules: tuple[Rule, ...]
+    rules: tuple[CodemodRule, ...]
     native_module: str | None = None
     native_source: str | None = None
 
     def codemods_for(self, path: str) -> tuple[str, ...]:
-        """Names of the codemods that work on ``path``, in a fixed order."""
+        """Return the names of the codemods for ``path``, in a fixed order."""
         return tuple(sorted({c for rule in self.rules if rule.covers(path) for c in rule.codemods}))
 
 
 def known_backends(root: Path) -> list[str]:
-    """Names of the backends that have a definition."""
+    """Return the names of the backends that have a definition."""
     return sorted(p.parent.name for p in (root / "backends").glob("*/backend.yaml"))
 
 
-def load_spec(layout: Layout) -> BackendSpec:
-    """Read and check a backend's definition.
+def load_spec(layout: BackendLayout) -> BackendSpec:
+    """Read and validate a backend's definition.
 
     Raises:
-        ConfigError: unknown backend, with the nearest name.
-        BackendSourceError: a broken definition.
+        ConfigError: unknown backend; suggests the nearest name.
+        BackendSourceError: the definition is invalid.
     """
-    known = known_backends(layout.root)
-    if layout.backend not in known:
-        near = difflib.get_close_matches(layout.backend, known, n=1, cutoff=0.4)
-        listed = ", ".join(known) or f"none in {layout.root / 'backends'}"
+    backends = known_backends(layout.root)
+    if layout.backend not in backends:
+        near = difflib.get_close_matches(layout.backend, backends, n=1, cutoff=0.4)
+        listed = ", ".join(backends) or f"none in {layout.root / 'backends'}"
         raise ConfigError(
             f"unknown backend {layout.backend!r}; known: {listed}",
             hint=f"did you mean --backend {near[0]}?" if near else None,
         )
     path = layout.definition / "backend.yaml"
     data = _mapping(path, _read_yaml(path))
-    wanted = ("name", "version", "version_file", "default_source", "sources")
-    missing = [key for key in wanted if key not in data]
+    required_keys = ("name", "version", "version_file", "default_source", "sources")
+    missing = [key for key in required_keys if key not in data]
     if missing:
         raise BackendSourceError(f"{path}: missing {', '.join(missing)}")
     sources = {
@@ -146,7 +148,7 @@ def load_spec(layout: Layout) -> BackendSpec:
     )
 
 
-def _load_rules(path: Path) -> tuple[Rule, ...]:
+def _load_rules(path: Path) -> tuple[CodemodRule, ...]:
     if not path.exists():
         return ()
     rules = _mapping(path, _read_yaml(path)).get("rules") or []
@@ -162,7 +164,7 @@ def _load_rules(path: Path) -> tuple[Rule, ...]:
                     hint=f"did you mean {near[0]!r}?" if near else None,
                 )
         include, exclude = _strings(path, data.get("include")), _strings(path, data.get("exclude"))
-        loaded.append(Rule(codemods, include, exclude))
+        loaded.append(CodemodRule(codemods, include, exclude))
     return tuple(loaded)
 
 

@@ -1,8 +1,8 @@
-"""Making the adapted tree: fetch, verify, rewrite, patch, check, and put it in place at once.
+"""Build an adapted tree: fetch, verify, rewrite, patch, check, and put it in place atomically.
 
-The tree is built beside its place and renamed into it, so that at every moment there is either
-the old tree or the new one. A tree that holds an edit nobody has collected is never replaced
-without ``force``, and then it is kept as a backup.
+The tree is built next to its final location and renamed, so that either the old or the new tree is
+there at any time. A tree with uncollected edits is replaced only with ``force``, and then kept as a
+backup.
 """
 
 from __future__ import annotations
@@ -24,69 +24,76 @@ from filelock import FileLock, Timeout
 from flagscale.errors import BackendSourceError
 from flagscale.patching import adapt, native
 from flagscale.patching.archive import pack
-from flagscale.patching.manifest import Edits, Manifest, digest, read_manifest, scan
-from flagscale.patching.sources import Choice, Source, choose_source
-from flagscale.patching.spec import BackendSpec, Layout, cache_directory, load_spec
+from flagscale.patching.manifest import Edits, Manifest, file_digest, read_manifest, scan_tree
+from flagscale.patching.sources import Source, SourceOptions, choose_source
+from flagscale.patching.spec import BackendLayout, BackendSpec, cache_directory, load_spec
 
-#: How long to wait for another unpatch or patch of the same tree, in seconds.
 LOCK_TIMEOUT = 120.0
+"""Time to wait for another command on the same tree, in seconds."""
 
-Say = Callable[[str], None]
+ReportStep = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What an unpatch did: the tree's record, whether it is new, edits found, a backup made."""
+class UnpatchResult:
+    """Result of an unpatch: the tree's record, whether it was built, edits and backup."""
 
     manifest: Manifest
-    made: bool
+    built: bool
     edits: Edits
     backup: Path | None = None
 
 
-def unpatch(layout: Layout, choice: Choice, *, force: bool = False, say: Say = print) -> Outcome:
-    """Bring ``layout.tree`` to what the backend's definition and ``choice`` describe.
+def unpatch(
+    layout: BackendLayout,
+    choice: SourceOptions,
+    *,
+    force: bool = False,
+    report_step: ReportStep = print,
+) -> UnpatchResult:
+    """Bring ``layout.tree`` to the state that the backend's definition and ``choice`` describe.
 
-    Does nothing when it is there already. A ``choice`` that says nothing means the source the
-    tree in place was made from, else the definition's default. ``say`` gets a line a step.
+    Does nothing if the tree is current. An empty ``choice`` selects the source of the existing
+    tree, otherwise the definition's default. ``say`` is called with a line per step.
 
     Raises:
-        BackendSourceError: the source cannot be had or verified, a codemod or patch fails, the
-            tree holds local edits (unless ``force``), or the disk is full. The tree in place
-            is unchanged then.
+        BackendSourceError: the source is unavailable or not as pinned, a codemod or patch fails,
+        the
+            tree has local edits (unless ``force``), or the disk is full. The existing tree is
+            unchanged then.
     """
     spec = load_spec(layout)
-    with locked(layout):
-        recover(layout)
-        current = _current(layout, force=force)
-        if current and choice == Choice():
-            choice = Choice.from_record(current.choice)
+    with lock_tree(layout):
+        recover_tree(layout)
+        current = _read_current(layout, force=force)
+        if current and choice == SourceOptions():
+            choice = SourceOptions.from_record(current.choice)
         source = choose_source(spec, layout, choice)
-        wanted = fingerprint(layout, source.identity)
+        expected_fingerprint = compute_fingerprint(layout, source.identity)
         edits = current.edits(layout.tree) if current else Edits()
-        if current and current.fingerprint == wanted and not (force and edits):
-            return Outcome(_with_native(layout, spec, current), False, edits)
+        if current and current.fingerprint == expected_fingerprint and not (force and edits):
+            return UnpatchResult(_retry_native_module(layout, spec, current), False, edits)
         if current and edits and not force:
-            raise _would_lose(layout, edits)
+            raise _lost_edits_error(layout, edits)
         replaced = layout.tree.exists() and (current is None or bool(edits))
-        with _building(layout) as building:
-            job = _Job(layout, spec, choice, source, wanted, say)
-            manifest = _build(job, building)
+        with _build_directory(layout) as building:
+            job = _BuildJob(layout, spec, choice, source, expected_fingerprint, report_step)
+            manifest = _build_tree(job, building)
             backup = _put_in_place(layout, building, keep=replaced)
-        return Outcome(manifest, True, edits, backup)
+        return UnpatchResult(manifest, True, edits, backup)
 
 
 @contextmanager
-def locked(layout: Layout) -> Iterator[None]:
-    """Hold the tree's lock, so that two commands never work on it at once."""
+def lock_tree(layout: BackendLayout) -> Iterator[None]:
+    """Hold the tree's lock, so that only one command works on it."""
     with disk_errors(layout):
         layout.tree.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(layout.beside("lock"), timeout=LOCK_TIMEOUT)
+        lock = FileLock(layout.sibling("lock"), timeout=LOCK_TIMEOUT)
         try:
             lock.acquire()
         except Timeout as error:
             raise BackendSourceError(
-                f"another command has held {layout.beside('lock')} for {LOCK_TIMEOUT:.0f} s",
+                f"another command has held {layout.sibling('lock')} for {LOCK_TIMEOUT:.0f} s",
                 hint="wait for the other patch or unpatch to end",
             ) from error
         try:
@@ -96,8 +103,8 @@ def locked(layout: Layout) -> Iterator[None]:
 
 
 @contextmanager
-def disk_errors(layout: Layout) -> Iterator[None]:
-    """Turn what the file system says into one message."""
+def disk_errors(layout: BackendLayout) -> Iterator[None]:
+    """Turn file system errors into one message."""
     try:
         yield
     except OSError as error:
@@ -110,21 +117,21 @@ def disk_errors(layout: Layout) -> Iterator[None]:
         ) from error
 
 
-def fingerprint(layout: Layout, source_identity: str) -> str:
-    """Digest of everything a tree is made from: source, definition, codemods, interpreter."""
+def compute_fingerprint(layout: BackendLayout, source_identity: str) -> str:
+    """Return the digest of all inputs of a tree: source, definition, codemods, interpreter."""
     parts: dict[str, object] = {"source": source_identity, "python": sys.implementation.cache_tag}
-    parts["native"] = native.suffix()
+    parts["native"] = native.extension_suffix()
     parts["definition"] = {
-        path: found
-        for path, found in scan(layout.definition).items()
+        path: digest
+        for path, digest in scan_tree(layout.definition).items()
         if path.startswith(("files/", "patches/")) or path == "codemods.yaml"
     }
-    parts["codemods"] = scan(Path(__file__).parent / "codemods")
+    parts["codemods"] = scan_tree(Path(__file__).parent / "codemods")
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _current(layout: Layout, *, force: bool) -> Manifest | None:
-    """The record of the tree in place; ``None`` when there is no tree, or none of ours."""
+def _read_current(layout: BackendLayout, *, force: bool) -> Manifest | None:
+    """Return the record of the existing tree, or None if there is no tree of ours."""
     try:
         manifest = read_manifest(layout.manifest)
     except BackendSourceError:
@@ -139,9 +146,9 @@ def _current(layout: Layout, *, force: bool) -> Manifest | None:
     return manifest
 
 
-def _would_lose(layout: Layout, edits: Edits) -> BackendSourceError:
-    listed = "\n".join(f"  {line}" for line in edits.lines()[:20])
-    more = len(edits.lines()) - 20
+def _lost_edits_error(layout: BackendLayout, edits: Edits) -> BackendSourceError:
+    listed = "\n".join(f"  {line}" for line in edits.format_lines()[:20])
+    more = len(edits.format_lines()) - 20
     return BackendSourceError(
         f"{layout.tree} must be made anew, and local edits in it would be lost:\n{listed}"
         + (f"\n  … and {more} more" if more > 0 else ""),
@@ -150,20 +157,20 @@ def _would_lose(layout: Layout, edits: Edits) -> BackendSourceError:
     )
 
 
-def _with_native(layout: Layout, spec: BackendSpec, manifest: Manifest) -> Manifest:
-    """Try again to provide the compiled module when it is missing."""
+def _retry_native_module(layout: BackendLayout, spec: BackendSpec, manifest: Manifest) -> Manifest:
+    """Try again to provide the compiled module if it is missing."""
     if spec.native_module is None or manifest.generated:
         return manifest
-    provided = native.provide(spec, layout.tree, manifest.version)
-    if provided is None or provided.path is None:
+    module = native.provide_module(spec, layout.tree, manifest.version)
+    if module is None or module.path is None:
         return manifest
-    updated = replace_native(manifest, provided)
+    updated = with_native_module(manifest, module)
     updated.write(layout.manifest)
     return updated
 
 
-def replace_native(manifest: Manifest, provided: native.Native) -> Manifest:
-    """The record with what is now known of the compiled module."""
+def with_native_module(manifest: Manifest, provided: native.NativeModule) -> Manifest:
+    """Return the record with new information about the compiled module."""
     fields = {**vars(manifest), "native": provided.how}
     fields["generated"] = (provided.path,) if provided.path else ()
     fields["warnings"] = () if provided.path else (provided.how,)
@@ -171,9 +178,9 @@ def replace_native(manifest: Manifest, provided: native.Native) -> Manifest:
 
 
 @contextmanager
-def _building(layout: Layout) -> Iterator[Path]:
-    """A directory to build in, beside the tree; gone afterwards unless it was renamed."""
-    building = layout.beside("building")
+def _build_directory(layout: BackendLayout) -> Iterator[Path]:
+    """Provide a build directory next to the tree, which is removed unless it was renamed."""
+    building = layout.sibling("building")
     with disk_errors(layout):
         shutil.rmtree(building, ignore_errors=True)
         try:
@@ -183,57 +190,57 @@ def _building(layout: Layout) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """One build: what to make, of what, for whom."""
+class _BuildJob:
+    """Inputs of one build."""
 
-    layout: Layout
+    layout: BackendLayout
     spec: BackendSpec
-    choice: Choice
+    choice: SourceOptions
     source: Source
     fingerprint: str
-    say: Say
+    say: ReportStep
 
 
-def _build(job: _Job, tree: Path) -> Manifest:
+def _build_tree(job: _BuildJob, tree: Path) -> Manifest:
     layout, spec = job.layout, job.spec
     job.say(f"fetching {job.source.description}")
     job.source.fetch(cache_directory(), tree)
     version = read_version(spec, tree)
     job.say("writing our own files and running the codemods")
-    own = adapt.write_own_files(layout.files, tree) if layout.files.is_dir() else []
+    own_files = adapt.write_own_files(layout.files, tree) if layout.files.is_dir() else []
     changes = adapt.run_codemods(spec, tree)
-    base = scan(tree)
+    base = scan_tree(tree)
     pack(tree, base, tree / layout.base.relative_to(layout.tree))
     patches = adapt.apply_patches(layout.patches, tree) if layout.patches.is_dir() else {}
-    after = scan(tree)
+    after = scan_tree(tree)
     patched = {path for path in after if after[path] != base.get(path)}
     job.say("compiling")
-    adapt.check_python(tree, sorted({*own, *changes, *patched}))
-    provided = native.provide(spec, tree, version)
+    adapt.check_python(tree, sorted({*own_files, *changes, *patched}))
+    provided = native.provide_module(spec, tree, version)
     adapt.write_bytecode(tree, layout.tree, (spec.version_file.partition("/")[0],))
     manifest = Manifest(
         backend=layout.backend,
         version=version,
         source=job.source.description,
         identity=job.source.identity,
-        choice=job.choice.recorded(),
+        choice=job.choice.to_record(),
         fingerprint=job.fingerprint,
         made_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        codemods=adapt.totals(changes),
+        codemods=adapt.sum_changes(changes),
         rewritten_files=len(changes),
         patches=patches,
         files=after,
     )
-    manifest = replace_native(manifest, provided) if provided else manifest
+    manifest = with_native_module(manifest, provided) if provided else manifest
     manifest.write(tree / layout.manifest.relative_to(layout.tree))
     return manifest
 
 
 def read_version(spec: BackendSpec, tree: Path) -> str:
-    """The version a tree says it is: ``__version__``, or MAJOR, MINOR, PATCH and PRE_RELEASE.
+    """Return a tree's version: ``__version__``, or MAJOR, MINOR, PATCH and PRE_RELEASE.
 
     Raises:
-        BackendSourceError: the tree is not this backend's, or says nothing.
+        BackendSourceError: the tree is not this backend's, or has no version.
     """
     path = tree / spec.version_file
     if not path.is_file():
@@ -257,10 +264,10 @@ def read_version(spec: BackendSpec, tree: Path) -> str:
     )
 
 
-def _put_in_place(layout: Layout, building: Path, *, keep: bool) -> Path | None:
-    """Rename the new tree into its place; returns where the old one was kept, if it was."""
+def _put_in_place(layout: BackendLayout, building: Path, *, keep: bool) -> Path | None:
+    """Rename the new tree into place; return the backup of the old one, if it was kept."""
     backup = _free_backup(layout) if keep else None
-    retired = backup or layout.beside("old")
+    retired = backup or layout.sibling("old")
     if layout.tree.exists():
         if backup is None:
             shutil.rmtree(retired, ignore_errors=True)
@@ -276,22 +283,22 @@ def _put_in_place(layout: Layout, building: Path, *, keep: bool) -> Path | None:
     return backup
 
 
-def _free_backup(layout: Layout) -> Path:
+def _free_backup(layout: BackendLayout) -> Path:
     number = 1
     while (path := layout.tree.with_name(f"{layout.tree.name}.backup-{number}")).exists():
         number += 1
     return path
 
 
-def recover(layout: Layout) -> None:
-    """Put the old tree back when a command was killed between its two renames."""
-    old = layout.beside("old")
+def recover_tree(layout: BackendLayout) -> None:
+    """Restore the old tree if a command was killed between its two renames."""
+    old = layout.sibling("old")
     if old.exists() and not layout.tree.exists():
         old.rename(layout.tree)
 
 
-def patch_digests(layout: Layout) -> dict[str, str]:
-    """Digest of every patch that the definition holds now."""
+def patch_digests(layout: BackendLayout) -> dict[str, str]:
+    """Return the digest of every patch in the definition."""
     if not layout.patches.is_dir():
         return {}
-    return {name: digest(layout.patches / name) for name in adapt.patch_files(layout.patches)}
+    return {name: file_digest(layout.patches / name) for name in adapt.list_patches(layout.patches)}

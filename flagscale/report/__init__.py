@@ -1,1 +1,1 @@
-"""The page of a run: one HTML file that loads nothing, and what such pages are made of."""
+"""Self-contained HTML pages of runs, and the building blocks of such pages."""

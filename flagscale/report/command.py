@@ -1,4 +1,4 @@
-"""``flagscale report``: write the page of runs."""
+"""``flagscale report``: write the HTML page of runs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from pathlib import Path
 
 from flagscale.errors import ConfigError
 from flagscale.launcher.state import RunState
-from flagscale.report.pages import write
+from flagscale.report.pages import write_page
 
 
-def report(states: Sequence[RunState], output: Path | None, *, show: bool = False) -> int:
-    """Write the page of these runs, into the current directory under the name of the first unless
-    ``output`` is given, and tell where it is; ``show`` it in the user's browser.
+def write_report(states: Sequence[RunState], output: Path | None, *, show: bool = False) -> int:
+    """Write the page of these runs and print its path.
+
+    The default is the current directory and the name of the first run. ``show`` opens it in the
+    user's browser.
 
     Raises:
-        ConfigError: it cannot be written there.
+        ConfigError: the file cannot be written.
     """
     path = output or Path(f"report_{states[0].run_id}.html")
-    # What a long run's events are made of lives until the page is written: nothing is garbage.
+    # The events of a long run live until the page is written, so nothing is garbage.
     gc.disable()
     try:
-        write(states, path)
+        write_page(states, path)
     except OSError as error:
         raise ConfigError(
             f"{path}: the report cannot be written: {error.strerror}",

@@ -1,4 +1,4 @@
-"""The curves of runs over their steps, with what happened on their axis."""
+"""Curves of runs over their steps, with events on the same axis."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import NamedTuple
 
 from flagscale.report.history import Attempt, step_of
 from flagscale.report.plot import COLOURS, MARKS, Line, Mark, Plot
-from flagscale.report.run import Run, labels
+from flagscale.report.run import RunReport, make_labels
 
 _POINTS = 60_000
-"""Of all curves of a page together: what a browser draws without a thought."""
-_MOST_OTHERS = 24
+"""Maximum number of points on a page, which browsers draw without delay."""
+_MAX_OTHER_PLOTS = 24
 
 
-class Figure(NamedTuple):
-    """A figure of progress lines; ``times`` turns it into the unit that it is shown in, ``absent``
-    says why a run may not have it."""
+class ReportedFigure(NamedTuple):
+    """Figure reported in progress lines.
+
+    ``times`` converts it to the displayed unit. ``absent`` is the reason why a run may not have it.
+    """
 
     name: str
     title: str
@@ -27,78 +29,94 @@ class Figure(NamedTuple):
 
 
 FIGURES = (
-    Figure("loss", "Loss", "nats"),
-    Figure("grad_norm", "Gradient norm", "before clipping"),
-    Figure("tokens_per_second", "Throughput", "tokens/s of the whole job"),
-    Figure(
+    ReportedFigure("loss", "Loss", "nats"),
+    ReportedFigure("grad_norm", "Gradient norm", "before clipping"),
+    ReportedFigure("tokens_per_second", "Throughput", "tokens/s of the whole job"),
+    ReportedFigure(
         "mfu", "MFU", "% of the device's peak", 100.0,
         "not known: a share of a peak that this device has none of (train.system.peak_tflops)",
     ),
-    Figure("memory_gib", "Memory", "GiB, peak of the rank that reports", 1.0,
+    ReportedFigure("memory_gib", "Memory", "GiB, peak of the rank that reports", 1.0,
            "not counted on this device"),
-    Figure("learning_rate", "Learning rate", ""),
+    ReportedFigure("learning_rate", "Learning rate", ""),
 )  # fmt: skip
 _UNITS = {"step_seconds": "seconds", "tflops_per_gpu": "TFLOP/s of each device"}
 
 
-def colour(index: int) -> int:
-    """Of the palette, that of a run."""
+def run_colour(index: int) -> int:
+    """Return the palette index of a run."""
     return index % COLOURS
 
 
-def plots(found: Sequence[Run]) -> list[Plot]:
-    """The curves that these runs have, of one figure together."""
-    return [plot for figure in FIGURES if (plot := _plot(figure, found, marked=True)) is not None]
-
-
-def more(found: Sequence[Run]) -> list[Plot]:
-    """The curves of all that progress lines tell beside that."""
-    known = {figure.name for figure in FIGURES}
-    names = dict.fromkeys(n for run in found for a in run.attempts for n in a.figures)
-    others = [Figure(n, n.replace("_", " "), _UNITS.get(n, "")) for n in names if n not in known]
-    made = (_plot(one, found, marked=False) for one in others[:_MOST_OTHERS])
-    return [plot for plot in made if plot is not None]
-
-
-def absent(found: Sequence[Run]) -> list[str]:
-    """Which figures none of these runs has, and why."""
+def main_plots(run_reports: Sequence[RunReport]) -> list[Plot]:
+    """Return the main curves of these runs, one plot per figure."""
     return [
-        f"{figure.title}: {figure.absent}."
+        plot
         for figure in FIGURES
-        if not any(figure.name in attempt.figures for run in found for attempt in run.attempts)
+        if (plot := _make_plot(figure, run_reports, marked=True)) is not None
     ]
 
 
-def _plot(figure: Figure, found: Sequence[Run], *, marked: bool) -> Plot | None:
+def other_plots(run_reports: Sequence[RunReport]) -> list[Plot]:
+    """Return the curves of all other figures in progress lines."""
+    main_names = {figure.name for figure in FIGURES}
+    names = dict.fromkeys(n for run in run_reports for a in run.attempts for n in a.figures)
+    figures = [
+        ReportedFigure(n, n.replace("_", " "), _UNITS.get(n, ""))
+        for n in names
+        if n not in main_names
+    ]
+    candidates = (_make_plot(one, run_reports, marked=False) for one in figures[:_MAX_OTHER_PLOTS])
+    return [plot for plot in candidates if plot is not None]
+
+
+def describe_missing_figures(run_reports: Sequence[RunReport]) -> list[str]:
+    """Describe the figures that none of these runs has, with the reasons."""
+    return [
+        f"{figure.title}: {figure.absent}."
+        for figure in FIGURES
+        if not any(
+            figure.name in attempt.figures for run in run_reports for attempt in run.attempts
+        )
+    ]
+
+
+def _make_plot(
+    figure: ReportedFigure, run_reports: Sequence[RunReport], *, marked: bool
+) -> Plot | None:
     lines: list[Line] = []
-    names = labels(found) if len(found) > 1 else [""]
-    for index, (run, name) in enumerate(zip(found, names, strict=True)):
-        lines += _lines(figure, run, name or "training", colour(index))
+    names = make_labels(run_reports) if len(run_reports) > 1 else [""]
+    for index, (run, name) in enumerate(zip(run_reports, names, strict=True)):
+        lines += _attempt_lines(figure, run, name or "training", run_colour(index))
         if figure.name == "loss":
-            lines += _validation(run, f"{name} validation".strip(), colour(index), len(found) > 1)
+            lines += _validation_lines(
+                run, f"{name} validation".strip(), run_colour(index), len(run_reports) > 1
+            )
     if not lines:
         return None
-    across = [step for run in found for attempt in run.attempts for step in _ends(attempt)]
+    step_bounds = [
+        step for run in run_reports for attempt in run.attempts for step in _step_bounds(attempt)
+    ]
     return Plot(
         figure.title,
         figure.unit,
         lines,
-        marks=_marks(found) if marked else (),
-        x_range=(min(across), max(across)) if across else None,
+        marks=_event_marks(run_reports) if marked else (),
+        x_range=(min(step_bounds), max(step_bounds)) if step_bounds else None,
         points=max(200, min(2000, _POINTS // (len(FIGURES) * len(lines)))),
         group="steps",
     )
 
 
-def _ends(attempt: Attempt) -> Iterator[int]:
+def _step_bounds(attempt: Attempt) -> Iterator[int]:
     if attempt.steps:
         yield from (attempt.steps[0], attempt.steps[-1])
     yield from (step for event in attempt.of("evaluation") if (step := step_of(event)) is not None)
 
 
-def _lines(figure: Figure, run: Run, label: str, of: int) -> Iterator[Line]:
-    """A piece an attempt; what a later one did again is faint, and does not count any more."""
-    for attempt, until in _until(run):
+def _attempt_lines(figure: ReportedFigure, run: RunReport, label: str, of: int) -> Iterator[Line]:
+    """Yield one piece per attempt. Steps that a later attempt repeated are faint."""
+    for attempt, until in _attempts_with_cut(run):
         values = attempt.figures.get(figure.name)
         if values is None:
             continue
@@ -112,8 +130,8 @@ def _lines(figure: Figure, run: Run, label: str, of: int) -> Iterator[Line]:
             yield Line(again, attempt.steps[cut:], values[cut:], of, faint=True)
 
 
-def _until(run: Run) -> Iterator[tuple[Attempt, int | None]]:
-    """Each attempt, and from which step on a later one took its place, if one did."""
+def _attempts_with_cut(run: RunReport) -> Iterator[tuple[Attempt, int | None]]:
+    """Yield each attempt with the first step that a later one repeated, or None."""
     later: int | None = None
     turned: list[tuple[Attempt, int | None]] = []
     for attempt in reversed(run.attempts):
@@ -123,24 +141,26 @@ def _until(run: Run) -> Iterator[tuple[Attempt, int | None]]:
     return reversed(turned)
 
 
-def _validation(run: Run, label: str, of: int, several: bool) -> Iterator[Line]:
-    """A line a validation set."""
-    told: dict[str, dict[int, float]] = {}
-    for event in (one for attempt in run.attempts for one in attempt.of("evaluation")):
+def _validation_lines(run: RunReport, label: str, of: int, several: bool) -> Iterator[Line]:
+    """Yield one line per validation set."""
+    losses_by_set: dict[str, dict[int, float]] = {}
+    for event in (
+        evaluation for attempt in run.attempts for evaluation in attempt.of("evaluation")
+    ):
         step, loss = step_of(event), event.get("loss")
         if step is not None and type(loss) in (int, float):
-            told.setdefault(str(event.get("data", "")), {})[step] = float(loss)
-    for number, (name, losses) in enumerate(told.items(), start=1):
+            losses_by_set.setdefault(str(event.get("data", "")), {})[step] = float(loss)
+    for number, (name, losses) in enumerate(losses_by_set.items(), start=1):
         steps = sorted(losses)
-        own = of if several else colour(of + number)
+        line_colour = of if several else run_colour(of + number)
         values = [losses[step] for step in steps]
-        yield Line(f"{label} {name}".strip(), steps, values, own, dashed=True)
+        yield Line(f"{label} {name}".strip(), steps, values, line_colour, dashed=True)
 
 
-def _marks(found: Sequence[Run]) -> list[Mark]:
+def _event_marks(run_reports: Sequence[RunReport]) -> list[Mark]:
     return [
-        Mark(one.step, one.kind, f"step {one.step}: {one.text}", row)
-        for row, run in enumerate(found)
-        for one in run.happened
-        if one.kind in MARKS and one.step is not None
+        Mark(event.step, event.kind, f"step {event.step}: {event.text}", row)
+        for row, run in enumerate(run_reports)
+        for event in run.happened
+        if event.kind in MARKS and event.step is not None
     ]

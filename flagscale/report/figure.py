@@ -1,4 +1,4 @@
-"""Figures as SVG or PNG, for papers and slides: lines over sizes, by matplotlib."""
+"""Figures as SVG or PNG for papers and slides, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flagscale.report.scale import format_size
 
 
 @dataclass(frozen=True)
-class Line:
-    """What :func:`write_panels` draws: a value for each size, and how."""
+class PanelLine:
+    """Line of :func:`write_panels`: values by size, and their style."""
 
     label: str
     values: Mapping[int, float]
@@ -28,16 +28,17 @@ def write_panels(
     path: Path,
     title: str,
     unit: str,
-    panels: Mapping[str, Sequence[Line]],
+    panels: Mapping[str, Sequence[PanelLine]],
     *,
     columns: int = 3,
     legend: int = 0,
 ) -> None:
-    """Write a figure with a panel for each of ``panels``, both axes logarithmic. The one that
-    ``legend`` counts says whose each line is.
+    """Write a figure with one panel per entry of ``panels``, with logarithmic axes.
+
+    The panel with index ``legend`` has the legend.
 
     Raises:
-        ConfigError: there are none, or matplotlib is missing.
+        ConfigError: there are no panels, or matplotlib is missing.
         OSError: the file cannot be written.
     """
     if not panels:
@@ -51,16 +52,16 @@ def write_panels(
         for line in (line for line in lines if line.values):
             axes.plot(*zip(*sorted(line.values.items()), strict=True), color=line.colour,
                       linestyle=line.style, marker=".", label=line.label)  # fmt: skip
-        over_sizes(axes, name, unit, (size for line in lines for size in line.values))
+        label_size_axes(axes, name, unit, (size for line in lines for size in line.values))
         axes.set_yscale("log")
     for axes in all_axes[len(panels) :]:
         axes.set_axis_off()
     all_axes[legend].legend(fontsize="small")
-    path.write_bytes(image_of(figure, path.suffix.lower().lstrip(".")))
+    path.write_bytes(encode_image(figure, path.suffix.lower().lstrip(".")))
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches.
+    """Return an empty figure with these dimensions in inches.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -69,16 +70,16 @@ def new_figure(width: float, height: float) -> Any:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    # Text as text: an SVG that can be searched. Ids that do not change from run to run.
+    # Text stays text, so that an SVG can be searched. Ids do not change from run to run.
     mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "flagscale"})
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def require_matplotlib(what: str) -> None:
-    """Refuse what cannot be drawn; ask while options are judged, before anything is measured.
+    """Check that matplotlib is installed, before anything is measured.
 
     Raises:
-        ConfigError: matplotlib, which ``what`` needs, is not installed.
+        ConfigError: it is not, and ``what`` needs it.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
@@ -89,7 +90,7 @@ def require_matplotlib(what: str) -> None:
 
 
 def require_image(path: Path, flag: str = "") -> None:
-    """Refuse a file, which ``flag`` names, for a figure that could not be drawn into it.
+    """Check that a figure can be written to ``path``, which the option ``flag`` names.
 
     Raises:
         ConfigError: it ends in neither ``.svg`` nor ``.png``, or matplotlib is not installed.
@@ -100,22 +101,22 @@ def require_image(path: Path, flag: str = "") -> None:
     require_matplotlib(name)
 
 
-def image_of(figure: Any, kind: str) -> bytes:
-    """The figure as an ``svg`` or ``png`` image; equal figures are equal bytes."""
+def encode_image(figure: Any, kind: str) -> bytes:
+    """Return the figure as an ``svg`` or ``png`` image; equal figures give equal bytes."""
     image = io.BytesIO()
     metadata = {"Date": None} if kind == "svg" else None
     figure.savefig(image, format=kind, metadata=metadata, dpi=120)
     return image.getvalue()
 
 
-def over_sizes(axes: Any, title: str, unit: str, measured: Iterable[int]) -> None:
-    """Label axes, of which the horizontal one is the size in bytes."""
+def label_size_axes(axes: Any, title: str, unit: str, measured: Iterable[int]) -> None:
+    """Label axes whose horizontal one is a size in bytes."""
     axes.set_title(title)
     axes.set_xlabel("size")
     axes.set_ylabel(unit)
     axes.set_xscale("log", base=2)
     axes.grid(visible=True, which="major", alpha=0.3)
     sizes = sorted({size for size in measured if size})
-    shown = sizes[:: max(1, len(sizes) // 8)]
-    axes.set_xticks(shown, [format_size(size) for size in shown])
+    labelled_sizes = sizes[:: max(1, len(sizes) // 8)]
+    axes.set_xticks(labelled_sizes, [format_size(size) for size in labelled_sizes])
     axes.minorticks_off()

@@ -1,7 +1,7 @@
-"""What every page has around its content: style, script, title, the switch of light and dark.
+"""Frame of every page: style, script, title, and the switch between light and dark.
 
-A page loads nothing, and its policy keeps it so: it runs the one script that is known by its
-digest, whatever got into its text.
+A page loads nothing. Its content security policy allows only the script with the known digest, so
+text from outside cannot run anything.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-from flagscale.report.html import Html, element, join
+from flagscale.report.html import Html, element, join_parts
 
 _POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
@@ -19,9 +19,9 @@ _POLICY = (
 )
 
 
-def page(title: str, *content: object, note: object = "") -> str:
-    """A whole page. ``note`` stands below the title: when it was made, of what."""
-    script = _beside("page.js")
+def render_page(title: str, *content: object, note: object = "") -> str:
+    """Return a whole page. ``note`` below the title states its time and subject."""
+    script = _read_asset("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = _POLICY.format(digest=digest)
     head = (
@@ -30,22 +30,22 @@ def page(title: str, *content: object, note: object = "") -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<meta name="color-scheme" content="light dark">',
         element("title", title),
-        f"<style>{_beside('page.css')}</style>",
+        f"<style>{_read_asset('page.css')}</style>",
     )
-    # Hidden until the script, without which it would do nothing, shows it.
+    # Hidden until the script, which implements it, shows it.
     switch = element("button", "light or dark", id="theme", type="button", hidden=True)
     header = element("header", element("h1", title), switch, element("p", note))
-    body = (header, element("main", join(content)), Html(f"<script>{script}</script>"))
+    body = (header, element("main", join_parts(content)), Html(f"<script>{script}</script>"))
     return "\n".join(
         [
             "<!doctype html>",
             f'<html lang="en"><head>{"".join(head)}</head>',
-            f"<body>{join(body)}</body></html>",
+            f"<body>{join_parts(body)}</body></html>",
             "",
         ]
     )
 
 
 @cache
-def _beside(name: str) -> str:
+def _read_asset(name: str) -> str:
     return Path(__file__).with_name(name).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Pieces of HTML. Every text from outside passes :func:`text`, which no markup comes out of."""
+"""Building blocks of HTML. Text from outside passes :func:`text`, which escapes all markup."""
 
 from __future__ import annotations
 
@@ -14,39 +14,45 @@ class Html(str):
     __slots__ = ()
 
 
-# Control characters, and those that turn the direction of what follows: a name is not to hide or
-# rearrange what stands beside it.
+# Control characters, and characters that change the text direction: a name must not hide or
+# rearrange its neighbours.
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
 
 
-def text(value: object) -> Html:
-    """A value as text of a page or within the quotes of an attribute; markup stays as it is. What
-    is no character, or is not seen, is spelled out."""
+def escape_text(value: object) -> Html:
+    """Escape a value for use as text or as an attribute. :class:`Html` is returned unchanged.
+
+    Invalid and invisible characters are written as escapes.
+    """
     if isinstance(value, Html):
         return value
-    found = str(value)
-    if not found.isascii():
-        found = found.encode("utf-8", "backslashreplace").decode()
-    return Html(escape(_UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", found)))
+    string = str(value)
+    if not string.isascii():
+        string = string.encode("utf-8", "backslashreplace").decode()
+    return Html(escape(_UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", string)))
 
 
-def join(parts: Iterable[object], between: str = "\n") -> Html:
-    return Html(between.join(text(part) for part in parts if part != ""))
+def join_parts(parts: Iterable[object], between: str = "\n") -> Html:
+    return Html(between.join(escape_text(part) for part in parts if part != ""))
 
 
 def element(name: str, *inside: object, **attributes: object) -> Html:
-    """``<name attribute="…">inside</name>``; ``class_`` is the attribute ``class``, ``_`` in others
-    is ``-``. One that is True has no value; one that is None or False is left out."""
-    written = "".join(
-        f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{text(value)}"')
+    """Return ``<name attribute="…">inside</name>``.
+
+    ``class_`` is the attribute ``class``; ``_`` in other names becomes ``-``. A value of True omits
+    the value; None and False omit the attribute.
+    """
+    attribute_text = "".join(
+        f" {key.rstrip('_').replace('_', '-')}"
+        + ("" if value is True else f'="{escape_text(value)}"')
         for key, value in attributes.items()
         if value is not None and value is not False
     )
-    return Html(f"<{name}{written}>{join(inside, '')}</{name}>")
+    return Html(f"<{name}{attribute_text}>{join_parts(inside, '')}</{name}>")
 
 
 class Cell(NamedTuple):
-    """A cell of a table that is more than its text."""
+    """Cell of a table with a class or several columns."""
 
     inside: object
     class_: str | None = None
@@ -60,16 +66,19 @@ def table(
     caption: str = "",
     numbers: bool = False,
 ) -> Html:
-    """A table that scrolls by itself where it is wider than the page. A row of fewer cells than
-    ``headings`` needs a :class:`Cell` of several columns. ``numbers`` stand below each other."""
+    """Return a table that scrolls if it is wider than the page.
+
+    A row with fewer cells than ``headings`` needs a :class:`Cell` with several columns. ``numbers``
+    aligns numbers.
+    """
     head = element("tr", *(element("th", heading, scope="col") for heading in headings))
     body = (element("tr", *map(_cell, row)) for row in rows)
     parts = [
         element("caption", caption) if caption else "",
         element("thead", head),
-        element("tbody", join(body)),
+        element("tbody", join_parts(body)),
     ]
-    # What scrolls has to be reached by the keyboard.
+    # Scrolling elements must be reachable by keyboard.
     inside = element("table", *parts, class_="numbers" if numbers else None)
     label = caption or "table"
     return element("div", inside, class_="wide", tabindex=0, role="group", aria_label=label)
@@ -82,18 +91,18 @@ def _cell(value: object) -> Html:
     return element("td", value)
 
 
-def facts(pairs: Mapping[str, object]) -> Html:
-    """What is known by name: a list of terms, without those that have nothing to say."""
+def definition_list(pairs: Mapping[str, object]) -> Html:
+    """Return a definition list, without entries that are empty."""
     rows = (
         element("div", element("dt", name), element("dd", value))
         for name, value in pairs.items()
         if value not in ("", None)
     )
-    return element("dl", join(rows))
+    return element("dl", join_parts(rows))
 
 
 def details(summary: object, *inside: object, opened: bool = False) -> Html:
-    """What is shown when it is asked for."""
+    """Return content that is shown on request."""
     return element("details", element("summary", summary), *inside, open=opened)
 
 

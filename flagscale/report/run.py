@@ -1,4 +1,4 @@
-"""A run as its page shows it: everything that is known of it, looked at once."""
+"""Data of a run for its page, collected once."""
 
 from __future__ import annotations
 
@@ -9,92 +9,95 @@ from dataclasses import dataclass, replace
 
 from flagscale.errors import FlagscaleError
 from flagscale.launcher import runs, snapshot
-from flagscale.launcher.snapshot import Phase, Seen, Snapshot
-from flagscale.launcher.state import RunState, latest
+from flagscale.launcher.snapshot import HostObservation, Phase, Snapshot
+from flagscale.launcher.state import RunState, reload_state
 from flagscale.report import history, setting
 from flagscale.report.history import Attempt
-from flagscale.report.setting import Setting
-from flagscale.report.timeline import Happening, happenings
+from flagscale.report.setting import RunSettings
+from flagscale.report.timeline import TimelineEvent, list_events
 
 
 @dataclass(frozen=True)
-class Run:
-    """What is known of a run at the moment ``taken``, in Unix seconds. ``config`` is the YAML that
-    it was started of, ``trouble`` why its hosts could not be asked, ``told`` what is registered of
-    its failures where its own files are gone: each with the number of its attempt."""
+class RunReport:
+    """Data of a run at the time ``taken`` (Unix seconds).
+
+    ``config`` is the YAML it was started from. ``trouble`` is the reason if its hosts could not be
+    queried. ``told`` has the registered failures, with attempt numbers, if the run's files are
+    gone.
+    """
 
     state: RunState
-    seen: Snapshot
+    snapshot: Snapshot
     attempts: Sequence[Attempt]
-    setting: Setting
-    happened: Sequence[Happening]
-    taken: float
+    setting: RunSettings
+    happened: Sequence[TimelineEvent]
+    collected_at: float
     config: str = ""
     trouble: str = ""
-    told: Sequence[tuple[int, str]] = ()
+    registered_failures: Sequence[tuple[int, str]] = ()
 
     @property
     def ended(self) -> float | None:
-        return self.seen.since if self.seen.phase.ended else None
+        return self.snapshot.since if self.snapshot.phase.ended else None
 
 
-def look(state: RunState) -> Run:
-    """Look at a run. Its hosts are asked unless it is known to have ended."""
-    state, taken, trouble = latest(state), time.time(), ""
-    entry = runs.registered_as(state.run_id)
+def collect_run(state: RunState) -> RunReport:
+    """Collect the data of a run. Its hosts are queried unless it is known to have ended."""
+    state, now, trouble = reload_state(state), time.time(), ""
+    entry = runs.read_entry(state.run_id)
     ended = entry.ended if entry is not None else None
     if ended is not None:
-        seen = snapshot.take(state, {})
-        seen = replace(seen, phase=Phase(ended.phase), since=ended.since)
+        current = snapshot.take_snapshot(state, {})
+        current = replace(current, phase=Phase(ended.phase), since=ended.since)
     else:
         try:
-            seen = runs.query(state)
+            current = runs.query_run(state)
         except FlagscaleError as error:
             trouble = error.message
-            silent = {host.node_rank: Seen(trouble=trouble) for host in state.hosts}
-            seen = snapshot.take(state, silent)
-        # A scheduler's hosts have names once they are given.
-        state = latest(state)
-    attempts = history.read(state, seen.events)
-    return Run(
+            silent = {host.node_rank: HostObservation(trouble=trouble) for host in state.hosts}
+            current = snapshot.take_snapshot(state, silent)
+        # With a scheduler, hosts have names after they are allocated.
+        state = reload_state(state)
+    attempts = history.read_attempts(state, current.events)
+    return RunReport(
         state=state,
-        seen=replace(seen, events={}),
+        snapshot=replace(current, events={}),
         attempts=attempts,
-        setting=setting.read(state),
-        happened=happenings(state, seen, attempts),
-        taken=taken,
+        setting=setting.read_settings(state),
+        happened=list_events(state, current, attempts),
+        collected_at=now,
         config=entry.config if entry is not None else "",
         trouble=trouble,
-        told=ended.failures if ended is not None else (),
+        registered_failures=ended.failures if ended is not None else (),
     )
 
 
-def labels(found: Sequence[Run]) -> list[str]:
-    """A name for each run, unlike the others'."""
-    names = Counter(run.state.name for run in found)
+def make_labels(run_reports: Sequence[RunReport]) -> list[str]:
+    """Return a distinct label for each run."""
+    names = Counter(run.state.name for run in run_reports)
     return [
         run.state.name if names[run.state.name] == 1 else f"{run.state.name} {run.state.run_id}"
-        for run in found
+        for run in run_reports
     ]
 
 
-def devices(run: Run) -> Mapping[int, str]:
-    """What the ranks of each host run on, by node rank, as the last attempt told."""
+def list_devices(run: RunReport) -> Mapping[int, str]:
+    """Return the devices of each host by node rank, as reported in the last attempt."""
     of_rank = {
         event.rank: str(event.get("device", ""))
         for attempt in run.attempts[-1:]
         for event in attempt.of("started")
     }
-    found = {}
+    devices = {}
     for host in run.state.hosts:
         kinds = Counter(of_rank[rank].partition(":")[0] for rank in host.ranks if rank in of_rank)
-        found[host.node_rank] = ", ".join(
+        devices[host.node_rank] = ", ".join(
             f"{count} x {kind}" for kind, count in kinds.items() if kind
         )
-    return found
+    return devices
 
 
-def backend(run: Run) -> str:
-    """The communication backend that the ranks joined through."""
-    told = (e for attempt in run.attempts[-1:] for e in attempt.of("joined"))
-    return next((str(event.get("backend", "")) for event in told), "")
+def find_backend(run: RunReport) -> str:
+    """Return the communication backend that the ranks joined through."""
+    joined = (e for attempt in run.attempts[-1:] for e in attempt.of("joined"))
+    return next((str(event.get("backend", "")) for event in joined), "")

@@ -1,4 +1,4 @@
-"""What happened to a run, in the order of time: starts, checkpoints, spikes, failures."""
+"""Events of a run in order of time: starts, checkpoints, spikes, failures."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from flagscale.launcher.liveness.diagnosis import Failure
 from flagscale.launcher.snapshot import Phase, Snapshot
 from flagscale.launcher.state import RunState
 from flagscale.report.history import Attempt, step_of
-from flagscale.report.scale import number
-from flagscale.report.spikes import GRAD_NORM, LOSS, Rule, spikes
+from flagscale.report.scale import format_number
+from flagscale.report.spikes import GRAD_NORM, LOSS, SpikeRule, find_spikes
 from flagscale.status import Event
 
 _WARNED_SPIKE = re.compile(r"loss spike at step (\d{1,15}): ")
-_MOST_CHARACTERS = 2000
+_MAX_CHARACTERS = 2000
 _RULES = (("loss", "loss", LOSS), ("grad_norm", "gradient norm", GRAD_NORM))
 
 
 @dataclass(frozen=True)
-class Happening:
-    """One thing that happened. ``kind`` is one of :data:`flagscale.report.plot.MARKS`, or a word of
-    its own for what has no place on an axis; ``step`` is None where that is not known."""
+class TimelineEvent:
+    """Event of a run.
+
+    ``kind`` is a key of :data:`flagscale.report.plot.MARKS`, or another word for events that have
+    no position on an axis. ``step`` is None if unknown.
+    """
 
     time: float | None
     attempt: int
@@ -32,29 +35,31 @@ class Happening:
     text: str
 
 
-def happenings(
-    state: RunState, seen: Snapshot, attempts: Sequence[Attempt]
-) -> tuple[Happening, ...]:
-    """Everything that is known to have happened, the first first."""
-    failures = dict(seen.earlier)
-    found = [Happening(state.started or None, 1, None, "start", "the run was started")]
+def list_events(
+    state: RunState, snapshot: Snapshot, attempts: Sequence[Attempt]
+) -> tuple[TimelineEvent, ...]:
+    """Return all known events, in order of time."""
+    failures = dict(snapshot.earlier)
+    events = [TimelineEvent(state.started or None, 1, None, "start", "the run was started")]
     for attempt in attempts:
-        found += _begins(attempt, attempts, failures)
-        found += _reported(attempt)
-        found += _spikes(attempt)
-    if seen.failure is not None:
-        found.append(_failure(seen.failure, attempts))
-    elif seen.phase.ended:
+        events += _restart_event(attempt, attempts, failures)
+        events += _reported_events(attempt)
+        events += _spike_events(attempt)
+    if snapshot.failure is not None:
+        events.append(_failure_event(snapshot.failure, attempts))
+    elif snapshot.phase.ended:
         number_ = attempts[-1].number if attempts else 1
         last = attempts[-1].last_step() if attempts else None
-        kind = "failure" if seen.phase in (Phase.FAILED, Phase.LOST) else "end"
-        found.append(Happening(seen.since or None, number_, last, kind, f"{seen.phase.value}"))
-    return tuple(sorted(found, key=lambda one: (one.time or 0.0, one.attempt)))
+        kind = "failure" if snapshot.phase in (Phase.FAILED, Phase.LOST) else "end"
+        events.append(
+            TimelineEvent(snapshot.since or None, number_, last, kind, f"{snapshot.phase.value}")
+        )
+    return tuple(sorted(events, key=lambda event: (event.time or 0.0, event.attempt)))
 
 
-def _begins(
+def _restart_event(
     attempt: Attempt, attempts: Sequence[Attempt], failures: Mapping[int, Failure]
-) -> Iterator[Happening]:
+) -> Iterator[TimelineEvent]:
     if attempt.number == 1:
         return
     before = attempts[attempt.number - 2]
@@ -63,25 +68,25 @@ def _begins(
     step = attempt.steps[0] if attempt.steps else before.last_step()
     on = f", from step {step}" if attempt.steps else ""
     text = f"the job was started again, attempt {attempt.number}{on}{why}"
-    yield Happening(attempt.started, attempt.number, step, "restart", text)
+    yield TimelineEvent(attempt.started, attempt.number, step, "restart", text)
 
 
-def _reported(attempt: Attempt) -> Iterator[Happening]:
-    """What ranks said themselves."""
-    told: set[tuple[str, int | None]] = set()
+def _reported_events(attempt: Attempt) -> Iterator[TimelineEvent]:
+    """Yield events reported by ranks."""
+    reported: set[tuple[str, int | None]] = set()
     for event in attempt.of("checkpoint", "evaluation", "warning", "ready", "finished"):
-        text = _text(event)[:_MOST_CHARACTERS]
+        text = _describe_event(event)[:_MAX_CHARACTERS]
         step, kind = step_of(event), event.event
-        # Ranks that say the same say it once.
-        if (text, step) in told:
+        # Equal reports of several ranks become one event.
+        if (text, step) in reported:
             continue
-        told.add((text, step))
+        reported.add((text, step))
         if spike := _WARNED_SPIKE.match(text):
             step, kind = int(spike[1]), "spike"
-        yield Happening(event.time, attempt.number, step, kind, text)
+        yield TimelineEvent(event.time, attempt.number, step, kind, text)
 
 
-def _text(event: Event) -> str:
+def _describe_event(event: Event) -> str:
     if event.event == "checkpoint":
         return f"checkpoint saved in {event.get('seconds', '?')} s: {event.get('path', '?')}"
     if event.event == "evaluation":
@@ -93,37 +98,43 @@ def _text(event: Event) -> str:
     return without_passwords(str(event.get("message", "")))
 
 
-def _spikes(attempt: Attempt) -> Iterator[Happening]:
+def _spike_events(attempt: Attempt) -> Iterator[TimelineEvent]:
     warned = {
         int(match[1])
         for event in attempt.of("warning")
         if (match := _WARNED_SPIKE.match(str(event.get("message", ""))))
     }
     for name, what, rule in _RULES:
-        for index, text in _stand_out(attempt.figures.get(name, ()), rule):
+        for index, text in _describe_spikes(attempt.figures.get(name, ()), rule):
             step = attempt.steps[index]
             since = attempt.steps[index - 1] if index else step - 1
-            # Training looks at every step, and may have told of one between two that were logged.
+            # Training checks every step, and may have warned of a spike between two logged steps.
             if name == "loss" and any(since < at <= step for at in warned):
                 continue
-            yield Happening(attempt.times[index], attempt.number, step, "spike", f"{what} {text}")
+            yield TimelineEvent(
+                attempt.times[index], attempt.number, step, "spike", f"{what} {text}"
+            )
 
 
-def _stand_out(values: Sequence[float], rule: Rule) -> Iterator[tuple[int, str]]:
-    for spike in spikes(values, rule):
+def _describe_spikes(values: Sequence[float], rule: SpikeRule) -> Iterator[tuple[int, str]]:
+    for spike in find_spikes(values, rule):
         if spike.usual is None:
-            yield spike.index, f"is {number(spike.value)}"
+            yield spike.index, f"is {format_number(spike.value)}"
         else:
-            times = f"{rule.factor:g} times the usual {number(spike.usual)}"
-            yield spike.index, f"spike: {number(spike.value)}, more than {times}"
+            times = f"{rule.factor:g} times the usual {format_number(spike.usual)}"
+            yield spike.index, f"spike: {format_number(spike.value)}, more than {times}"
 
 
-def _failure(failure: Failure, attempts: Sequence[Attempt]) -> Happening:
-    own = attempts[-1] if attempts else None
+def _failure_event(failure: Failure, attempts: Sequence[Attempt]) -> TimelineEvent:
+    last_attempt = attempts[-1] if attempts else None
     moment = step = None
-    if own is not None:
-        moment = min((e.time for e in own.of("failed") if e.rank == failure.rank), default=None)
-        moment = moment or (own.times[-1] if own.times else own.started)
-        step = own.last_step()
+    if last_attempt is not None:
+        moment = min(
+            (e.time for e in last_attempt.of("failed") if e.rank == failure.rank), default=None
+        )
+        moment = moment or (last_attempt.times[-1] if last_attempt.times else last_attempt.started)
+        step = last_attempt.last_step()
     text = f"first failure: {without_passwords(failure.headline())}"
-    return Happening(moment, own.number if own is not None else 1, step, "failure", text)
+    return TimelineEvent(
+        moment, last_attempt.number if last_attempt is not None else 1, step, "failure", text
+    )

@@ -1,1 +1,1 @@
-"""Training on megatron.core: arguments, model, loop, data and checkpoints."""
+"""Training program on megatron.core: arguments, models, training loop, data and checkpoints."""

@@ -1,4 +1,4 @@
-"""Builds what is trained: model, optimizer and schedule."""
+"""Construction of the training state: model chunks, optimizer and learning-rate scheduler."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import argparse
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from flagscale.config.arguments.vocabulary import padded_vocabulary
+from flagscale.config.arguments.layout import pad_vocabulary
 from flagscale.train.data.tokenizers import Tokenizer
 from flagscale.train.device import Device
-from flagscale.train.models.base import spec_of
+from flagscale.train.models.base import get_model_spec
 from flagscale.train.models.provider import build_chunks
 from flagscale.train.optim.setup import build_optimizer, build_scheduler
 from flagscale.train.state import Progress, TrainState
@@ -23,18 +23,26 @@ def build_state(
     *,
     draw: bool = True,
 ) -> TrainState:
-    """Model, optimizer and schedule; nothing done yet. The model has its initial weights, but
-    those that are to come from elsewhere where ``draw`` is false."""
-    chunks = build_chunks(args, config, vocabulary, device, draw=draw)
+    """Return the model, optimizer and scheduler with no training progress.
+
+    Args:
+        args: resolved arguments of this rank.
+        config: the model's configuration.
+        vocabulary: size of the padded vocabulary.
+        device: device of the weights.
+        draw: whether to draw all initial weights. If false, only weights that no checkpoint
+            provides are drawn.
+    """
+    chunks = build_chunks(args, config, vocabulary, device, initialize_all=draw)
     optimizer = build_optimizer(args, chunks, device)
     return TrainState(chunks, optimizer, build_scheduler(args, optimizer), Progress())
 
 
 def vocabulary_size(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
-    """The larger of ``vocab_size`` and what the family needs with the tokenizer, not padded."""
-    return max(spec_of(args).vocabulary(tokenizer), args.vocab_size or 0)
+    """Return the larger of ``vocab_size`` and the family's vocabulary size for this tokenizer."""
+    return max(get_model_spec(args).vocabulary(tokenizer), args.vocab_size or 0)
 
 
-def model_vocabulary(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
-    """The embedding's rows."""
-    return padded_vocabulary(vocabulary_size(args, tokenizer), vars(args))
+def padded_vocabulary_size(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
+    """Return the padded vocabulary size, which is the number of rows of the embedding."""
+    return pad_vocabulary(vocabulary_size(args, tokenizer), vars(args))

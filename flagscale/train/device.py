@@ -1,8 +1,8 @@
-"""The device a rank trains on: choosing it, and the few operations that differ between kinds.
+"""Selection of the device that a rank trains on.
 
-megatron.core is written for CUDA. Its adapted source tree (``tools/patch/unpatch.py``) follows
-``FLAGSCALE_DEVICE``; the wheel as published works on CUDA alone. So :func:`choose` must run before
-the first import of ``megatron.core``.
+megatron.core is written for CUDA. The adapted source tree (``tools/patch/unpatch.py``) follows
+``FLAGSCALE_DEVICE``; the published wheel supports CUDA only. Therefore :func:`choose_device` must
+run before the first import of ``megatron.core``.
 """
 
 from __future__ import annotations
@@ -13,69 +13,73 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from flagscale.accelerators.device import Device, select
+from flagscale.accelerators.device import Device, select_device
 from flagscale.accelerators.registry import AUTO
 from flagscale.errors import ConfigError
 
-__all__ = ["DEVICE_VARIABLE", "Device", "choose", "uncompiled"]
+__all__ = ["DEVICE_VARIABLE", "Device", "choose_device", "compile_disabled"]
 
 DEVICE_VARIABLE = "FLAGSCALE_DEVICE"
-_UNCOMPILED = "TORCHDYNAMO_DISABLE"
-_CORES_OWN = "cuda"
-"""What megatron.core is written for."""
+_COMPILE_DISABLED_VARIABLE = "TORCHDYNAMO_DISABLE"
+_UNPATCHED_CORE_DEVICE = "cuda"
+"""The device kind that unmodified megatron.core supports."""
 
 
-def choose(wanted: str, local_rank: int) -> Device:
-    """The device of the rank ``local_rank`` of its host, made current.
+def choose_device(kind: str, local_rank: int) -> Device:
+    """Select the device of a rank and make it the current device.
 
-    ``wanted`` is a kind that :mod:`flagscale.accelerators` knows, or ``auto``, which
-    ``FLAGSCALE_DEVICE`` overrides.
+    Args:
+        kind: a device kind registered in :mod:`flagscale.accelerators`, or ``auto``, which
+            ``FLAGSCALE_DEVICE`` overrides.
+        local_rank: rank within the host, used as the device index.
 
     Raises:
-        ConfigError: no kind is called so, there are no such devices or fewer than ranks, or
-            megatron.core is the published wheel, which runs on CUDA alone.
+        ConfigError: the kind is not registered, the host has no such device or fewer than ranks, or
+            megatron.core is the published wheel and the device is not CUDA.
     """
-    if wanted == AUTO:
-        wanted = os.environ.get(DEVICE_VARIABLE) or AUTO
-    device = select(wanted, local_rank)
+    if kind == AUTO:
+        kind = os.environ.get(DEVICE_VARIABLE) or AUTO
+    device = select_device(kind, local_rank)
     os.environ[DEVICE_VARIABLE] = device.kind
     if not device.compiles:
         # Compiling the fused elementwise functions costs 12 s at the first step and gains nothing.
-        os.environ.setdefault(_UNCOMPILED, "1")
-    if device.kind != _CORES_OWN:
+        os.environ.setdefault(_COMPILE_DISABLED_VARIABLE, "1")
+    if device.kind != _UNPATCHED_CORE_DEVICE:
         _require_adapted_core(device)
     return device
 
 
-def uncompiled() -> bool:
-    """Whether ``torch.compile`` leaves functions as they are in this process."""
-    return os.environ.get(_UNCOMPILED) == "1"
+def compile_disabled() -> bool:
+    """Return whether ``torch.compile`` is disabled in this process."""
+    return os.environ.get(_COMPILE_DISABLED_VARIABLE) == "1"
 
 
 @contextlib.contextmanager
-def _compiler_unloaded() -> Iterator[None]:
-    """Context for the first import of ``megatron.core``, which hands functions to
-    ``torch.compile``. Where nothing is compiled they stay as they are: torch would load its
-    compiler for them, which takes as long as the rest."""
-    if not uncompiled():
+def _without_torch_compile() -> Iterator[None]:
+    """Replace ``torch.compile`` by the identity during the first import of ``megatron.core``.
+
+    megatron.core decorates functions with ``torch.compile``. If compilation is disabled, loading
+    torch's compiler for them would take as long as the rest of the import.
+    """
+    if not compile_disabled():
         yield
         return
     import torch
 
-    def as_it_is(function: Any = None, **_: Any) -> Any:
-        return as_it_is if function is None else function
+    def identity(function: Any = None, **_: Any) -> Any:
+        return identity if function is None else function
 
-    own: Any = torch.compile
-    torch.compile = as_it_is  # type: ignore[assignment]
+    torch_compile: Any = torch.compile
+    torch.compile = identity  # type: ignore[assignment]
     try:
         yield
     finally:
-        torch.compile = own
+        torch.compile = torch_compile
 
 
 def _require_adapted_core(device: Device) -> None:
     try:
-        with _compiler_unloaded():  # looking for a module imports its package
+        with _without_torch_compile():  # looking for a module imports its package
             core = importlib.util.find_spec("megatron.core")
             adapted = importlib.util.find_spec("megatron.core.device")
     except ModuleNotFoundError:
@@ -88,7 +92,7 @@ def _require_adapted_core(device: Device) -> None:
     if adapted is None:
         raise ConfigError(
             f"megatron.core in {core.origin} is the published one, which trains on CUDA only, "
-            f"and the training device is the {device.accelerator.shown}",
+            f"and the training device is the {device.accelerator.display_name}",
             hint="run: python tools/patch/unpatch.py --backend Megatron-LM, and start training "
             "with third_party/Megatron-LM first in PYTHONPATH (the launcher does that)",
         )

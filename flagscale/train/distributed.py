@@ -1,4 +1,4 @@
-"""Process groups of a training run: who this rank is, joining the others, the parallel layout."""
+"""Process groups of a training run: rank identity, rendezvous and the parallel layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from flagscale.comm import registry
-from flagscale.comm.base import TRAINING
+from flagscale.comm.base import TRAINING_OPERATIONS
 from flagscale.errors import ConfigError, JobError
 from flagscale.train.device import Device
 
@@ -28,16 +28,20 @@ _KIND_KEY = "flagscale/kind/"
 
 
 @dataclass(frozen=True)
-class Rank:
-    """This process among all of the job, as torchrun tells it through the environment."""
+class RankIdentity:
+    """Identity of this process in the job, from the environment variables that torchrun sets."""
 
     rank: int
     local_rank: int
     world_size: int
 
     @classmethod
-    def from_environment(cls) -> Rank:
-        """Read RANK, LOCAL_RANK and WORLD_SIZE; a script started without torchrun is alone."""
+    def from_environment(cls) -> RankIdentity:
+        """Read RANK, LOCAL_RANK and WORLD_SIZE; without torchrun the process is rank 0 of 1.
+
+        Raises:
+            ConfigError: a variable is not an integer.
+        """
         try:
             return cls(
                 rank=int(os.environ.get("RANK", "0")),
@@ -52,144 +56,161 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Joined:
-    """The default process group: the backend that runs, how many seconds joining took, and whether
-    all ranks are on one kind of device."""
+class DefaultGroup:
+    """Properties of the default process group after initialization.
+
+    Attributes:
+        backend: name of the communication backend.
+        seconds: duration of the initialization.
+        same_device_kind: whether all ranks have the same kind of device.
+    """
 
     backend: str
     seconds: float
-    alike: bool
+    same_device_kind: bool
 
 
-def join(
-    rank: Rank,
+def init_default_group(
+    rank: RankIdentity,
     device: Device,
     *,
     backend: str,
     timeout_minutes: float,
     options: Sequence[str] = (),
-) -> Joined:
-    """Start the default process group and hear every rank. ``options`` are ``name=value`` words
-    for the backend.
+) -> DefaultGroup:
+    """Initialize the default process group and verify it with an all_reduce over all ranks.
+
+    Args:
+        rank: identity of this process.
+        device: device of this rank.
+        backend: name of a communication backend (``distributed_backend``).
+        timeout_minutes: timeout of the rendezvous and of collectives.
+        options: ``name=value`` options of the backend.
 
     Raises:
-        ConfigError: this machine cannot use ``backend``, or an option is not one of its.
-        JobError: not every rank came within the timeout, or they cannot talk to each other.
+        ConfigError: the backend is not usable on this host, or an option is not supported.
+        JobError: a rank did not join within the timeout, or communication between ranks failed.
     """
-    values = registry.options_of(backend, options)
-    chosen = registry.usable(backend, device.kind, TRAINING)
-    chosen.export(values)
+    backend_options = registry.parse_backend_options(backend, options)
+    comm_backend = registry.get_usable_backend(backend, device.kind, TRAINING_OPERATIONS)
+    comm_backend.export_options(backend_options)
     if rank.world_size == 1 and "MASTER_ADDR" not in os.environ:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
-    begin, patience = time.monotonic(), timedelta(minutes=timeout_minutes)
+    begin, timeout = time.monotonic(), timedelta(minutes=timeout_minutes)
     try:
-        store = next(rendezvous("env://", rank.rank, rank.world_size, timeout=patience))[0]
-        _agree(store, rank, f"{chosen.name} on {device.name}")
+        store = next(rendezvous("env://", rank.rank, rank.world_size, timeout=timeout))[0]
+        _check_same_backend(store, rank, f"{comm_backend.name} on {device.name}")
         store.add(_KIND_KEY + device.kind, 1)
-        with chosen.creating():
+        with comm_backend.creation_context():
             dist.init_process_group(
-                chosen.torch_backend(device.kind),
+                comm_backend.torch_backend(device.kind),
                 store=dist.distributed_c10d.PrefixStore("default_pg", store),
                 rank=rank.rank,
                 world_size=rank.world_size,
-                timeout=patience,
-                **chosen.init_options(device.torch_device, values),
+                timeout=timeout,
+                **comm_backend.init_options(device.torch_device, backend_options),
             )
-        heard = torch.ones(1, device=device.torch_device)
-        dist.all_reduce(heard)
-        count = int(heard.item())
-        same_kind = store.add(_KIND_KEY + device.kind, 0)  # everybody has been heard
+        ones = torch.ones(1, device=device.torch_device)
+        dist.all_reduce(ones)
+        ranks_counted = int(ones.item())
+        # the all_reduce has completed, so every rank has counted its kind
+        ranks_of_kind = store.add(_KIND_KEY + device.kind, 0)
     except (dist.DistError, RuntimeError) as error:
         raise JobError(
             f"rank {rank.rank} could not join {rank.world_size} ranks at "
             f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} "
-            f"with {chosen.name}: {error}"
+            f"with {comm_backend.name}: {error}"
         ) from error
-    if count != rank.world_size:
-        raise JobError(f"rank {rank.rank} heard {count} of {rank.world_size} ranks")
-    return Joined(chosen.name, time.monotonic() - begin, same_kind == count)
+    if ranks_counted != rank.world_size:
+        raise JobError(f"rank {rank.rank} reached {ranks_counted} of {rank.world_size} ranks")
+    return DefaultGroup(comm_backend.name, time.monotonic() - begin, ranks_of_kind == ranks_counted)
 
 
-def _agree(store: Any, rank: Rank, own: str) -> None:
-    """Raise JobError where rank 0 takes another backend: they would wait for each other."""
+def _check_same_backend(store: Any, rank: RankIdentity, backend_and_device: str) -> None:
+    """Raise JobError if rank 0 uses another backend, because both would wait for each other."""
     if rank.rank == 0:
-        store.set(_BACKEND_KEY, own)
-    rank_0 = store.get(_BACKEND_KEY).decode()
-    if rank_0.partition(" on ")[0] != own.partition(" on ")[0]:
+        store.set(_BACKEND_KEY, backend_and_device)
+    backend_of_rank_0 = store.get(_BACKEND_KEY).decode()
+    if backend_of_rank_0.partition(" on ")[0] != backend_and_device.partition(" on ")[0]:
         raise JobError(
-            f"rank {rank.rank} would communicate by {own}, rank 0 by {rank_0}",
+            f"rank {rank.rank} uses {backend_and_device}, rank 0 uses {backend_of_rank_0}",
             hint="set distributed_backend to one that joins both devices, such as fsccl",
         )
 
 
-def lay_out(args: argparse.Namespace) -> MeshGroups | None:
-    """Create megatron.core's process groups for the layout of ``args`` and seed every generator.
+def init_model_parallel(args: argparse.Namespace) -> MeshGroups | None:
+    """Create megatron.core's process groups for the layout of ``args`` and seed all generators.
 
-    ``args`` has passed :mod:`flagscale.config.arguments.resolve`, so the sizes divide the world.
+    ``args`` must be resolved (:mod:`flagscale.config.arguments.derive`), so that the parallel
+    sizes divide the world size.
 
-    Returns the groups beyond megatron.core's that heterogeneous training has.
+    Returns:
+        Additional groups of heterogeneous training, or None for a homogeneous layout.
     """
-    from flagscale.train.tail import gradients_alone
+    from flagscale.train.bounded_all_reduce import bound_gradient_groups_only
 
-    gradients_alone()
-    groups = None
+    bound_gradient_groups_only()
+    mesh_groups = None
     if args.meshes is None:
-        _lay_out_alike(args)
+        _init_homogeneous(args)
     else:
-        groups = _lay_out_meshes(args)
+        mesh_groups = _init_meshes(args)
     seed_generators(args)
-    return groups
+    return mesh_groups
 
 
 def seed_generators(args: argparse.Namespace) -> None:
-    """Seed every generator of random numbers."""
+    """Seed the random number generators of torch and of megatron.core's RNG tracker."""
     from megatron.core import parallel_state, tensor_parallel
 
-    # Dropout must differ between pipeline stages, and be equal among data-parallel replicas'
-    # tensor-parallel partners.
+    # Dropout must differ between pipeline stages, and must be equal for tensor-parallel peers of
+    # all data-parallel replicas.
     seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
-def _lay_out_meshes(args: argparse.Namespace) -> MeshGroups:
+def _init_meshes(args: argparse.Namespace) -> MeshGroups:
     from flagscale.train.meshes import groups
 
-    return groups.make(
+    return groups.create_mesh_groups(
         args.meshes,
         args.stage,
-        minutes=args.distributed_timeout_minutes,
-        on_host=args.hetero_use_cpu_communication,
+        timeout_minutes=args.distributed_timeout_minutes,
+        through_host=args.hetero_use_cpu_communication,
     )
 
 
-def _lay_out_alike(args: argparse.Namespace) -> None:
-    """All ranks alike. Of unlike replicas a replica's ranks follow each other, so that they can be
-    on hosts of one type: data parallelism is the outermost size, not the pipeline."""
+def _init_homogeneous(args: argparse.Namespace) -> None:
+    """Create the groups of a homogeneous layout.
+
+    With heterogeneous replicas, data parallelism is the outermost dimension instead of the
+    pipeline. The ranks of a replica are then consecutive and can be placed on hosts of one type.
+    """
     from megatron.core import parallel_state
 
-    order, experts_tp = "tp-cp-ep-dp-pp", args.expert_tensor_parallel_size
+    order, expert_tp = "tp-cp-ep-dp-pp", args.expert_tensor_parallel_size
     if args.shares is not None:
         order = "tp-cp-ep-pp-dp"
         if not args.num_moe_experts:
-            # Groups of experts that nobody has. megatron.core wants as many replicas of them.
-            experts_tp = args.tensor_model_parallel_size * args.context_parallel_size
+            # No rank has experts. megatron.core requires as many replicas of the expert groups.
+            expert_tp = args.tensor_model_parallel_size * args.context_parallel_size
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=experts_tp,
+        expert_tensor_parallel_size=expert_tp,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
         order=order,
-        # The optimizer's old checkpoint formats alone would use them.
+        # Only the optimizer's legacy checkpoint formats use them.
         create_gloo_process_groups=False,
     )
 
 
-def leave() -> None:
-    """Destroy all process groups; harmless when there are none."""
+def destroy_groups() -> None:
+    """Destroy all process groups, if any exist."""
     from megatron.core import parallel_state
 
     if parallel_state.is_initialized():

@@ -1,4 +1,4 @@
-"""How a rank ends when something goes wrong: one event a rank, one message a job."""
+"""Failure handling of a rank: one ``failed`` status event per rank, one full message per job."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from datetime import timedelta
 
 from flagscale.errors import FlagscaleError
 from flagscale.status import StatusWriter
-from flagscale.train.distributed import Rank
+from flagscale.train.distributed import RankIdentity
 
-_ASK_SECONDS = 5
+_STORE_TIMEOUT_S = 5
 
 
-def report(error: BaseException, rank: Rank, status: StatusWriter) -> int:
-    """Write the ``failed`` event, tell the user, and return the exit code.
+def report_failure(error: BaseException, rank: RankIdentity, status: StatusWriter) -> int:
+    """Write the ``failed`` event, print the error, and return the exit code.
 
-    A failure often reaches every rank, and ranks that lose a partner fail in turn; only the first
-    of them speaks at length. A user's mistake is one message, anything else a traceback.
+    A failure often reaches every rank, and ranks that lose a peer fail in turn. Only the first
+    failed rank prints the full message: without a traceback for a configuration error
+    (FlagscaleError), with a traceback for any other exception.
     """
     trace = "".join(traceback.format_exception(error))
     status.write(
@@ -27,7 +28,7 @@ def report(error: BaseException, rank: Rank, status: StatusWriter) -> int:
         traceback=trace,
         explained=isinstance(error, FlagscaleError),
     )
-    if not _is_first(rank):
+    if not _is_first_failure(rank):
         summary = str(error).partition("\n")[0]
         if not isinstance(error, FlagscaleError):
             print(f"rank {rank.rank}: {type(error).__name__}: {summary}", file=sys.stderr)
@@ -39,11 +40,11 @@ def report(error: BaseException, rank: Rank, status: StatusWriter) -> int:
     return error.exit_code if isinstance(error, FlagscaleError) else 1
 
 
-def _is_first(rank: Rank) -> bool:
-    """Whether no other rank has failed yet.
+def _is_first_failure(rank: RankIdentity) -> bool:
+    """Return whether no other rank has reported a failure yet.
 
-    Before the process group exists, every rank of a host fails for the same reason, and its first
-    one speaks.
+    Before the process group exists, all ranks of a host fail for the same reason. In that case
+    local rank 0 counts as the first.
     """
     import torch.distributed as dist
 
@@ -51,8 +52,8 @@ def _is_first(rank: Rank) -> bool:
         return rank.local_rank == 0
     try:
         store = dist.distributed_c10d._get_default_store()
-        store.set_timeout(timedelta(seconds=_ASK_SECONDS))
+        store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
         return bool(store.add("flagscale/failures", 1) == 1)
     except (RuntimeError, ValueError):
-        # The store went down with the rank that kept it, which has spoken.
+        # The store has terminated with its rank, which has reported its own failure.
         return False

@@ -1,7 +1,8 @@
-"""Micro-batches by speed: unlike replicas are timed in the first steps, then counts are fixed.
+"""Distribution of micro-batches over heterogeneous data-parallel replicas by measured speed.
 
-What is found is a part of the training state. A run that goes on from a checkpoint keeps it, so
-that it takes the steps that an uninterrupted one takes; on other replicas it measures anew.
+Replicas are timed in the first steps, then their micro-batch counts are fixed. The counts are part
+of the training state. A run that resumes from a checkpoint keeps them, so that it takes the same
+steps as an uninterrupted run. On other replicas it measures again.
 """
 
 from __future__ import annotations
@@ -14,49 +15,57 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flagscale.config.arguments import shares
-from flagscale.config.arguments.measured_shares import MeasuredShares, conditions
-from flagscale.config.arguments.pipeline import pipeline_of
-from flagscale.config.arguments.resolve import take_shares
-from flagscale.config.arguments.share_out import pass_times, share_out, slowest
+from flagscale.config.arguments.derive import assign_shares
+from flagscale.config.arguments.hetero.measured_split import MeasuredSplit, measured_conditions
+from flagscale.config.arguments.hetero.microbatch_split import (
+    MEASURED_STEPS,
+    pass_times,
+    replica_ranks,
+    shares_from,
+    slowest_time,
+    split_microbatches,
+)
+from flagscale.config.arguments.rules.parallel_layout import pipeline_of
 from flagscale.train.device import Device
 from flagscale.train.state import TrainState
 
 
-class Stopwatch:
-    """Times what a rank computes in a step, from the moment when all ranks begin to that at which
-    it has all its gradients and would wait for those of others."""
+class StepStopwatch:
+    """Measures the compute time of a rank in each step.
+
+    A lap begins when all ranks have started the step. It ends when this rank has computed all its
+    gradients, before it would wait for the gradients of other ranks.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._begun: int | None = None
+        self._start_ns: int | None = None
         self.laps: list[int] = []
-        """Nanoseconds of each step that was timed."""
+        """Duration of each timed step in nanoseconds."""
         self.running = False
 
-    def start(self) -> None:
-        """A step begins. All ranks call it."""
-        together = torch.zeros(1, device=self._device.torch_device)
-        dist.all_reduce(together)
+    def start_lap(self) -> None:
+        """Start the lap of a step. All ranks call it."""
+        barrier_tensor = torch.zeros(1, device=self._device.torch_device)
+        dist.all_reduce(barrier_tensor)
         self._device.synchronize()
-        self._begun = time.perf_counter_ns()
+        self._start_ns = time.perf_counter_ns()
 
-    def stop_before(self, work: Callable[..., None]) -> Callable[..., None]:
-        """``work``, which takes the gradients of a step to the others, as a function that ends the
-        step's time first."""
+    def stop_lap_before(self, reduce_gradients: Callable[..., None]) -> Callable[..., None]:
+        """Return a wrapper of ``reduce_gradients`` that ends the lap first."""
 
-        def stopped(*given: Any, **named: Any) -> None:
-            if self._begun is not None:
+        def stop_and_reduce(*args: Any, **kwargs: Any) -> None:
+            if self._start_ns is not None:
                 self._device.synchronize()
-                self.laps.append(time.perf_counter_ns() - self._begun)
-                self._begun = None
-            work(*given, **named)
+                self.laps.append(time.perf_counter_ns() - self._start_ns)
+                self._start_ns = None
+            reduce_gradients(*args, **kwargs)
 
-        return stopped
+        return stop_and_reduce
 
 
-class Sharing:
-    """The shares of unlike replicas whose speed decides how many micro-batches each takes."""
+class MicrobatchBalancer:
+    """Assigns micro-batches to heterogeneous replicas according to their measured speed."""
 
     def __init__(
         self,
@@ -64,68 +73,88 @@ class Sharing:
         state: TrainState,
         rank: int,
         device: Device,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
-        """Goes on with what ``state`` has of the checkpoint, if it was measured on such replicas.
-        All ranks call it."""
+        """Restore the counts of the checkpoint if they were measured on the same replicas.
+
+        All ranks call it.
+
+        Args:
+            args: resolved arguments of this rank. The counts are written to them.
+            state: training state, which holds the counts of the checkpoint if one was loaded.
+            rank: global rank.
+            device: device of this rank.
+            log: logs a line, once per job.
+        """
         self._args = args
         self._state = state
         self._rank = rank
         self._device = device
-        self._say = say
-        self.stopwatch = Stopwatch(device)
-        self._conditions = conditions(vars(args), self._devices())
-        known, state.measured_shares = state.measured_shares, None
-        if known is None:
+        self._log = log
+        self.stopwatch = StepStopwatch(device)
+        self._conditions = measured_conditions(vars(args), self._gather_device_names())
+        checkpoint_shares, state.measured_shares = state.measured_shares, None
+        if checkpoint_shares is None:
             self.stopwatch.running = True
-        elif changed := known.other(self._conditions):
-            say(f"micro-batches are measured anew: the checkpoint's counts are of other {changed}")
+        elif changed_condition := checkpoint_shares.other(self._conditions):
+            log(
+                f"micro-batch counts are measured again: the checkpoint's are for other "
+                f"{changed_condition}"
+            )
             self.stopwatch.running = True
         else:
-            self._take(known)
-            say(f"micro-batches are shared out as the checkpoint has it: {known.text()}")
+            self._apply_shares(checkpoint_shares)
+            log(f"micro-batch counts are taken from the checkpoint: {checkpoint_shares.text()}")
 
-    def settle(self) -> bool:
-        """Called after each step: shares out micro-batches once enough steps are timed. Whether
-        this rank and all others take another share of the next step than of the last."""
-        if not self.stopwatch.running or len(self.stopwatch.laps) < shares.MEASURED_STEPS:
+    def rebalance_microbatches(self) -> bool:
+        """Set the micro-batch counts once enough steps are timed; called after each step.
+
+        Returns:
+            True on all ranks if counts change with the next step, in which case data iterators must
+            be rebuilt.
+        """
+        if not self.stopwatch.running or len(self.stopwatch.laps) < MEASURED_STEPS:
             return False
         self.stopwatch.running = False
         args, pipeline = self._args, pipeline_of(vars(self._args))
         sizes = [share.size for share in args.shares]
-        even = tuple(share.count for share in args.shares)
-        times = pass_times(self._laps(), even, pipeline)
-        counts = share_out(times, sizes, args.global_batch_size, pipeline)
-        least, before = (slowest(times, found, pipeline) for found in (counts, even))
-        if least == before:
-            counts = even  # of several that are as good that which is in use
-        found = MeasuredShares(
+        even_counts = tuple(share.count for share in args.shares)
+        times = pass_times(self._gather_laps(), even_counts, pipeline)
+        counts = split_microbatches(times, sizes, args.global_batch_size, pipeline)
+        balanced_ns = slowest_time(times, counts, pipeline)
+        even_ns = slowest_time(times, even_counts, pipeline)
+        if balanced_ns == even_ns:
+            counts = even_counts  # of equally fast assignments keep the current one
+        measured_shares = MeasuredSplit(
             counts, tuple(time * pipeline.chunks for time in times), self._conditions
         )
-        self._take(found)
-        self._say(
-            f"micro-batches are shared out by measured times: {found.text()}; the slowest replica "
-            f"is done in {least / 1e6:,.1f} ms, with even counts in {before / 1e6:,.1f} ms"
+        self._apply_shares(measured_shares)
+        self._log(
+            f"micro-batch counts are set by measured times: {measured_shares.text()}; the slowest "
+            f"replica takes {balanced_ns / 1e6:,.1f} ms, with even counts {even_ns / 1e6:,.1f} ms"
         )
-        return counts != even
+        return counts != even_counts
 
-    def _take(self, found: MeasuredShares) -> None:
-        self._state.measured_shares = found
+    def _apply_shares(self, measured_shares: MeasuredSplit) -> None:
+        self._state.measured_shares = measured_shares
         sizes = [share.size for share in self._args.shares]
-        take_shares(self._args, shares.made_of(sizes, found.counts), self._rank)
+        assign_shares(self._args, shares_from(sizes, measured_shares.counts), self._rank)
 
-    def _laps(self) -> list[list[int]]:
-        """The time of each replica in the steps that count, in nanoseconds: its slowest rank's."""
+    def _gather_laps(self) -> list[list[int]]:
+        """Return nanoseconds per step and replica, [steps, replicas]: the time of the slowest rank.
+
+        The first lap is excluded because it contains warm-up.
+        """
         args, laps = self._args, self.stopwatch.laps[1:]
         table = torch.zeros(len(laps), len(args.shares), dtype=torch.int64)
-        table[:, self._rank // shares.replica_ranks(vars(args))] = torch.tensor(laps)
+        table[:, self._rank // replica_ranks(vars(args))] = torch.tensor(laps)
         table = table.to(self._device.torch_device)
         dist.all_reduce(table, op=dist.ReduceOp.MAX)
-        rows: list[list[int]] = table.tolist()
-        return rows
+        replica_laps: list[list[int]] = table.tolist()
+        return replica_laps
 
-    def _devices(self) -> list[str]:
-        """What each replica computes on."""
+    def _gather_device_names(self) -> list[str]:
+        """Return the device name of each replica."""
         names: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(names, self._device.name)
-        return names[:: shares.replica_ranks(vars(self._args))]
+        return names[:: replica_ranks(vars(self._args))]

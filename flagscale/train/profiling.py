@@ -1,9 +1,9 @@
-"""A profile of some steps of a rank: a trace to look at, and a summary to read.
+"""Profiling of selected training steps: a trace file and a summary in the log.
 
-``profile_step_start`` is the first step in it, ``profile_step_end`` the first one after it, as in
-Megatron-LM. By default torch's profiler records and writes a trace for Perfetto or TensorBoard;
-without ``use_pytorch_profiler`` only a range of the chip's own profiler is marked, such as for
-``nsys profile --capture-range=cudaProfilerApi``.
+As in Megatron-LM, ``profile_step_start`` is the first profiled step and ``profile_step_end`` the
+first step after the profile. By default torch's profiler writes a trace for Perfetto or
+TensorBoard. Without ``use_pytorch_profiler`` only a range of the vendor's profiler is marked, for
+example for ``nsys profile --capture-range=cudaProfilerApi``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from flagscale.errors import ConfigError
 from flagscale.train.device import Device
 
-# The first pattern that a kernel's name matches counts.
-_KINDS: tuple[tuple[str, str], ...] = (
+# Category and regular expression of a kernel's name. The first match counts.
+_KERNEL_CATEGORIES: tuple[tuple[str, str], ...] = (
     ("compiled", r"^triton"),
     ("communication", r"nccl|fsccl|gloo|AllReduce|AllGather|ReduceScatter|SendRecv"),
     ("attention", r"attention|flash|fmha|sdpa|cudnn"),
@@ -31,108 +31,113 @@ _KINDS: tuple[tuple[str, str], ...] = (
     ("copies", r"mem(cpy|set)|copy|cat|fill"),
 )
 
-_MOST, _WIDTH = 12, 100
-"""Of single kernels in a summary: how many, and how many letters of each name."""
+_LONGEST_KERNELS, _NAME_WIDTH = 12, 100
+"""Limits of the summary: number of single kernels, and characters of each kernel's name."""
 
 
 class Profiler:
-    """Records the steps that the arguments name. Call :meth:`before` and :meth:`after` each."""
+    """Profiles the steps selected by the arguments.
+
+    Call :meth:`before_step` and :meth:`after_step` around each step.
+    """
 
     def __init__(
-        self, args: argparse.Namespace, rank: int, device: Device, say: Callable[[str], None]
+        self, args: argparse.Namespace, rank: int, device: Device, log: Callable[[str], None]
     ) -> None:
-        self._wanted = bool(args.profile) and rank in (args.profile_ranks or (0,))
-        self._first, self._end = args.profile_step_start, args.profile_step_end
-        self._trace = bool(args.use_pytorch_profiler)
+        self._enabled = bool(args.profile) and rank in (args.profile_ranks or (0,))
+        self._first_step, self._end_step = args.profile_step_start, args.profile_step_end
+        self._use_torch_profiler = bool(args.use_pytorch_profiler)
         self._path = Path(args.profile_dir or args.tensorboard_dir or ".") / (
-            f"profile_rank{rank}_steps{self._first}-{self._end - 1}.json.gz"
+            f"profile_rank{rank}_steps{self._first_step}-{self._end_step - 1}.json.gz"
         )
-        self._device, self._say = device, say
-        self._running: Any = None
+        self._device, self._log = device, log
+        self._profile: Any = None
         self._end_range: Callable[[], None] | None = None
 
-    def before(self, step: int) -> None:
-        """``step`` is about to begin."""
-        if not self._wanted or step != self._first:
+    def before_step(self, step: int) -> None:
+        """Start the profile if ``step`` is its first step."""
+        if not self._enabled or step != self._first_step:
             return
-        if not self._trace:
+        if not self._use_torch_profiler:
             self._start_range()
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
         if activity := self._device.accelerator.profiler_activity:
             activities.append(torch.profiler.ProfilerActivity.__members__[activity])
         self._device.synchronize()
-        self._running = torch.profiler.profile(activities=activities)
-        self._running.start()
+        self._profile = torch.profiler.profile(activities=activities)
+        self._profile.start()
 
-    def after(self, step: int) -> None:
-        """``step`` is done, as far as the host goes."""
-        if self._wanted and step == self._end - 1:
+    def after_step(self, step: int) -> None:
+        """End the profile if ``step`` was its last step."""
+        if self._enabled and step == self._end_step - 1:
             self.close()
 
     def close(self) -> None:
-        """End the recording, if one is going on, and say where it is."""
-        if self._running is None:
+        """Stop a running profile, write the trace, and log its path and the summary."""
+        if self._profile is None:
             return
         self._device.synchronize()
-        running, self._running = self._running, None
+        profile, self._profile = self._profile, None
         if self._end_range is not None:
             self._end_range()
             return
-        running.stop()
+        profile.stop()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        running.export_chrome_trace(str(self._path))
+        profile.export_chrome_trace(str(self._path))
         self._path.chmod(0o600)
-        self._say(f"trace of steps {self._first} to {self._end - 1}: {self._path}")
+        self._log(f"trace of steps {self._first_step} to {self._end_step - 1}: {self._path}")
         if activity := self._device.accelerator.profiler_activity:
-            for line in summary(_kernels(running, activity), self._end - self._first):
-                self._say(line)
+            for line in summarize_kernels(
+                _sum_kernel_times(profile, activity), self._end_step - self._first_step
+            ):
+                self._log(line)
 
     def _start_range(self) -> None:
-        marks = self._device.accelerator.profiler_range()
-        if marks is None:
+        range_functions = self._device.accelerator.profiler_range()
+        if range_functions is None:
             raise ConfigError(
-                "profile: without use_pytorch_profiler only a chip's own profiler is told, and "
-                f"none is known of the {self._device.accelerator.shown} that this rank trains on",
+                "profile: without use_pytorch_profiler only the vendor's profiler is used, which "
+                f"is not supported for the {self._device.accelerator.display_name} of this rank",
                 hint="set use_pytorch_profiler: true",
             )
-        start, self._end_range = marks
+        start, self._end_range = range_functions
         start()
-        self._running = True
+        self._profile = True
 
 
-def _kernels(profile: Any, activity: str) -> dict[str, float]:
-    """Milliseconds of each kernel's name, of the devices that ``activity`` records."""
-    found: dict[str, float] = defaultdict(float)
+def _sum_kernel_times(profile: Any, activity: str) -> dict[str, float]:
+    """Return the total milliseconds of each kernel on devices of a profiler ``activity``."""
+    kernel_ms: dict[str, float] = defaultdict(float)
     for event in profile.events():
         on_device = str(event.device_type).endswith(activity)
         if on_device and not getattr(event, "is_user_annotation", False):
-            found[event.name] += event.time_range.elapsed_us() / 1e3
-    return found
+            kernel_ms[event.name] += event.time_range.elapsed_us() / 1e3
+    return kernel_ms
 
 
-def summary(kernels: Mapping[str, float], steps: int) -> Iterable[str]:
-    """What the device's time went to, a line a kind.
+def summarize_kernels(kernels: Mapping[str, float], steps: int) -> Iterable[str]:
+    """Yield a summary of the kernels' time, one line per category, then the longest kernels.
 
     Args:
-        kernels: milliseconds by a kernel's name, over all ``steps``.
-        steps: how many there were.
+        kernels: total milliseconds over all ``steps``, by kernel name.
+        steps: number of profiled steps.
     """
-    kinds: dict[str, float] = defaultdict(float)
+    category_ms: dict[str, float] = defaultdict(float)
     for name, milliseconds in kernels.items():
-        kinds[kind_of(name)] += milliseconds / steps
-    total = sum(kinds.values())
+        category_ms[classify_kernel(name)] += milliseconds / steps
+    total = sum(category_ms.values())
     yield f"{total:,.1f} ms of kernels a step"
-    for kind, milliseconds in sorted(kinds.items(), key=lambda item: -item[1]):
+    for kind, milliseconds in sorted(category_ms.items(), key=lambda item: -item[1]):
         yield f"  {kind:<26} {milliseconds:9.1f} ms  {100 * milliseconds / max(total, 1e-9):5.1f} %"
-    most = sorted(kernels.items(), key=lambda item: -item[1])[:_MOST]
-    for name, milliseconds in most:
-        yield f"    {milliseconds / steps:9.2f} ms  {name[:_WIDTH]}"
+    longest = sorted(kernels.items(), key=lambda item: -item[1])[:_LONGEST_KERNELS]
+    for name, milliseconds in longest:
+        yield f"    {milliseconds / steps:9.2f} ms  {name[:_NAME_WIDTH]}"
 
 
-def kind_of(name: str) -> str:
-    """What a kernel is for, by its name."""
-    for kind, pattern in _KINDS:
+def classify_kernel(name: str) -> str:
+    """Return the category of a kernel."""
+    for kind, pattern in _KERNEL_CATEGORIES:
         if re.search(pattern, name, re.IGNORECASE):
             return kind
     return "other"

@@ -1,4 +1,4 @@
-"""Recomputation that differs between pipeline stages and micro-batches."""
+"""Activation recomputation per pipeline stage and micro-batch."""
 
 from __future__ import annotations
 
@@ -11,124 +11,147 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from flagscale.config.arguments.recompute import AUTO, Choice, plan
+from flagscale.config.arguments.rules.recompute import RecomputeChoice, recompute_plan
+from flagscale.config.arguments.spec.system_arguments import RECOMPUTE_AUTO
 from flagscale.errors import ConfigError
-from flagscale.estimate.forecast import Stage, forecast, recomputing
+from flagscale.estimate.forecast import StageForecast, forecast_step, with_recomputed_layers
 from flagscale.train.device import Device
-from flagscale.train.models.initialize import blocks
+from flagscale.train.models.initialize import find_transformer_blocks
 
 _GIB = 2**30
-_PLANNED = 0.93
-"""Share of the free memory that is planned with: allocators lose some, the forecast is up to 3.4 %
-low, and communication libraries take their buffers later."""
+_PLANNED_FRACTION = 0.93
+"""Fraction of the free memory used for planning. Allocators lose some memory to fragmentation, the
+forecast is up to 3.4 % low, and communication libraries allocate their buffers later.
+"""
 
 
-def settle(
-    args: argparse.Namespace, vocabulary: int, device: Device, tell: Callable[[str], None]
+def resolve_auto_recompute(
+    args: argparse.Namespace, vocabulary: int, device: Device, log: Callable[[str], None]
 ) -> argparse.Namespace:
-    """This rank's arguments with what ``recompute_granularity: auto`` comes to for its stage; as
-    they are without it. All ranks call it, laid out; those of a stage find the same.
+    """Resolve ``recompute_granularity: auto`` for this rank's pipeline stage.
+
+    All ranks call it after the parallel layout is initialized. The ranks of a stage get the same
+    result.
 
     Args:
-        args: this rank's arguments, resolved.
-        vocabulary: the padded vocabulary's size.
-        device: this rank's, whose memory holds nothing yet.
-        tell: says a line, once for the job.
+        args: resolved arguments of this rank.
+        vocabulary: size of the padded vocabulary.
+        device: device of this rank, before anything is allocated.
+        log: logs a line, once per job.
+
+    Returns:
+        The arguments with full recomputation of a number of layers, or unchanged ``args`` if the
+        granularity is not ``auto``.
     """
-    if args.recompute_granularity != AUTO:
+    if args.recompute_granularity != RECOMPUTE_AUTO:
         return args
-    own = parallel_state.get_pipeline_model_parallel_rank()
-    room = _room_of_stages(_room(args, device), own)
-    stages = forecast(args, vocabulary, room).stages
-    for stage, most in zip(stages, room, strict=True):
-        tell(_reason(stage, most))
-    return recomputing(args, stages[own].recomputed)
+    own_stage = parallel_state.get_pipeline_model_parallel_rank()
+    stage_limits = _stage_memory_limits(_memory_limit(args, device), own_stage)
+    stages = forecast_step(args, vocabulary, stage_limits).stages
+    for stage, limit in zip(stages, stage_limits, strict=True):
+        log(_describe_stage(stage, limit))
+    return with_recomputed_layers(args, stages[own_stage].recomputed_layers)
 
 
-def _room(args: argparse.Namespace, device: Device) -> float:
-    """Bytes that this rank may take."""
+def _memory_limit(args: argparse.Namespace, device: Device) -> float:
+    """Return the number of bytes that this rank may allocate; infinite if the limit is unknown."""
     if args.recompute_memory_gib is not None:
         return float(args.recompute_memory_gib * _GIB)
-    free = device.accelerator.room(device.torch_device)
-    return math.inf if free is None else _PLANNED * free
+    free_bytes = device.accelerator.available_memory(device.torch_device)
+    return math.inf if free_bytes is None else _PLANNED_FRACTION * free_bytes
 
 
-def _room_of_stages(own: float, stage: int) -> list[float]:
-    """The least of each stage's ranks."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (stage, own))
-    stages = max(stage for stage, _ in found) + 1
-    return [min(room for at, room in found if at == stage) for stage in range(stages)]
+def _stage_memory_limits(own_limit: float, stage: int) -> list[float]:
+    """Return the smallest limit among the ranks of each stage, in bytes."""
+    limits: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(limits, (stage, own_limit))
+    stages = max(stage for stage, _ in limits) + 1
+    return [
+        min(limit for limit_stage, limit in limits if limit_stage == stage)
+        for stage in range(stages)
+    ]
 
 
-def _reason(stage: Stage, room: float) -> str:
-    if room == math.inf:
+def _describe_stage(stage: StageForecast, limit: float) -> str:
+    if limit == math.inf:
         return f"{stage.name}: nothing is recomputed, its device's memory has no known limit"
-    taken = f"{stage.memory.all / _GIB:.1f} of {room / _GIB:.1f} GiB by calculation"
-    if stage.memory.all > room:
-        taken = f"{taken}, which is too much: `action=estimate` says what would fit"
-    if not stage.recomputed:
-        return f"{stage.name}: nothing is recomputed: {taken}"
-    chunk = " of a chunk" if len(stage.work) > 1 else ""
-    layers = f"{stage.recomputed} of {stage.layers // len(stage.work)} layers{chunk}"
-    return f"{stage.name}: {layers} are recomputed: {taken}"
+    memory_use = f"{stage.memory.total / _GIB:.1f} of {limit / _GIB:.1f} GiB by calculation"
+    if stage.memory.total > limit:
+        memory_use = f"{memory_use}, which is too much: `action=estimate` shows what would fit"
+    if not stage.recomputed_layers:
+        return f"{stage.name}: nothing is recomputed: {memory_use}"
+    chunk = " of a chunk" if len(stage.flops) > 1 else ""
+    layers = f"{stage.recomputed_layers} of {stage.layers // len(stage.flops)} layers{chunk}"
+    return f"{stage.name}: {layers} are recomputed: {memory_use}"
 
 
-def follow(args: argparse.Namespace, config: TransformerConfig, models: Sequence[Any]) -> None:
-    """Have the layers of this rank recomputed as the arguments say for its stage.
+def apply_recompute_choices(
+    args: argparse.Namespace, config: TransformerConfig, models: Sequence[Any]
+) -> None:
+    """Recompute the layers of this rank according to the arguments for its stage.
 
-    megatron.core reads its configuration in each forward pass of a chunk's layers, so that just
-    before one the choice for its micro-batch is put there.
+    megatron.core reads its configuration in each forward pass of a chunk's layers. A hook therefore
+    writes the choice for the micro-batch to the configuration just before that pass.
 
     Args:
         args: resolved arguments.
-        config: the models', which they share.
-        models: the bare models of this rank, a chunk each.
+        config: configuration shared by the models.
+        models: unwrapped models of this rank, one per chunk.
 
     Raises:
-        ConfigError: the layers of a chunk do not divide into the units to be recomputed.
+        ConfigError: the number of layers of a chunk is not divisible by ``recompute_num_layers``.
     """
-    chosen = plan(vars(args), args.num_microbatches)
+    choices_per_chunk = recompute_plan(vars(args), args.num_microbatches)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     for index, model in enumerate(models):
-        own = [_as_configured(config)]
-        if chosen is not None:
-            own = list(chosen[stages * index + stage])
-            for block in blocks(model).values():
-                block.register_forward_pre_hook(_Choosing(config, own))
-        for block in blocks(model).values():
-            _check(own, len(block.layers))
+        choices = [_configured_choice(config)]
+        if choices_per_chunk is not None:
+            choices = list(choices_per_chunk[stages * index + stage])
+            for block in find_transformer_blocks(model).values():
+                block.register_forward_pre_hook(_RecomputeHook(config, choices))
+        for block in find_transformer_blocks(model).values():
+            _check_divisible(choices, len(block.layers))
 
 
-class _Choosing:
-    """A hook of a chunk's layers, called before each of their forward passes."""
+class _RecomputeHook:
+    """Forward pre-hook of a chunk's layers that selects the recomputation of the micro-batch."""
 
-    def __init__(self, config: TransformerConfig, choices: Sequence[Choice | None]) -> None:
-        """``choices``: for each micro-batch of a step, in the order in which a chunk has them."""
+    def __init__(
+        self, config: TransformerConfig, choices: Sequence[RecomputeChoice | None]
+    ) -> None:
+        """Create the hook of a chunk.
+
+        Args:
+            config: configuration to modify.
+            choices: one entry per micro-batch of a step, in the order in which the chunk runs them.
+        """
         self._config = config
         self._choices = choices
-        self._passed = 0
+        self._micro_batches = 0
 
     def __call__(self, layers: Any, _: Any) -> None:
         if not layers.training:
-            return  # nothing is recomputed, and these are no micro-batches of a step
-        choice = self._choices[self._passed % len(self._choices)]
-        self._passed += 1
+            return  # evaluation: no recomputation, and not a micro-batch of a training step
+        choice = self._choices[self._micro_batches % len(self._choices)]
+        self._micro_batches += 1
         self._config.recompute_granularity = "full" if choice else None
         if choice:
             self._config.recompute_method = choice.method
             self._config.recompute_num_layers = choice.layers
 
 
-def _as_configured(config: TransformerConfig) -> Choice | None:
+def _configured_choice(config: TransformerConfig) -> RecomputeChoice | None:
     if config.recompute_granularity != "full":
         return None
-    return Choice(config.recompute_method, config.recompute_num_layers)
+    return RecomputeChoice(config.recompute_method, config.recompute_num_layers)
 
 
-def _check(choices: Sequence[Choice | None], layers: int) -> None:
-    """megatron.core would look for a last, shorter unit's layers beyond the chunk's end."""
+def _check_divisible(choices: Sequence[RecomputeChoice | None], layers: int) -> None:
+    """Raise ConfigError for units that do not divide the number of layers.
+
+    megatron.core would access layers beyond the end of the chunk for the last, shorter unit.
+    """
     for choice in set(choices):
         if choice and choice.method == "uniform" and layers % choice.layers:
             raise ConfigError(

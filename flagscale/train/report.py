@@ -1,7 +1,8 @@
-"""What training tells the world: console, status events, TensorBoard, Weights & Biases.
+"""Reporting of training progress: console, status events, TensorBoard and Weights & Biases.
 
-One rank of a job speaks; on the others everything here but the status events is silent. What cannot
-be written, say since a disk is full, is left out: no figure is worth a training run.
+One rank of a job reports (rank 0); on the others only the status events of
+:meth:`TrainingReporter.write_progress` are written. Output that cannot be written, for example
+because a disk is full, is dropped instead of ending the training run.
 """
 
 from __future__ import annotations
@@ -22,284 +23,319 @@ from textwrap import shorten
 from typing import Any
 
 from flagscale.errors import ConfigError
-from flagscale.status import STEP, StatusWriter
-from flagscale.train.readings import Reading
+from flagscale.status import TRAINING, StatusWriter
+from flagscale.train.deferred_metrics import StepMetrics
 
-_TRY_AGAIN_SECONDS = 60.0
-_ROOM_BYTES = 256 * 1024
-"""What has to fit before TensorBoard's files, which failed, are begun anew."""
+_RETRY_SECONDS = 60.0
+_REQUIRED_FREE_BYTES = 256 * 1024
+"""Free space required before new TensorBoard files are started after a failure."""
 
 
 @dataclass(frozen=True)
-class Speed:
+class Throughput:
     """Throughput over the steps since the last report."""
 
     step_seconds: float
     tokens_per_second: float
     tflops_per_gpu: float | None
-    """None where nobody has counted the model's arithmetic."""
+    """None if the model's floating-point operations are not known."""
     mfu: float | None
-    """Share of the device's peak, 0 to 1; None where the peak is not known."""
+    """Model FLOPs utilization, 0 to 1; None if the peak of the device is not known."""
     memory_gib: float | None
-    """Peak memory of this rank; None where it is not counted."""
+    """Peak memory of this rank; None on devices that do not record it."""
 
 
 def require_packages(args: argparse.Namespace) -> None:
-    """Check what the arguments need before anything starts.
+    """Check that the packages for the configured loggers are installed.
 
     Raises:
-        ConfigError: TensorBoard or W&B is asked for and not installed.
+        ConfigError: TensorBoard or W&B is configured but not installed.
     """
-    for wanted, package, key in (
+    for value, package, key in (
         (args.tensorboard_dir, "tensorboard", "tensorboard_dir"),
         (args.wandb_project, "wandb", "wandb_project"),
     ):
-        if wanted and importlib.util.find_spec(package) is None:
+        if value and importlib.util.find_spec(package) is None:
             raise ConfigError(
                 f"{key} is set, but the Python package {package} is not installed",
                 hint=f"install {package}, or remove {key}",
             )
 
 
-class Reporter:
-    """Writes a run's progress where the arguments want it. ``speaks`` on one rank of the job."""
+class TrainingReporter:
+    """Writes the progress of a run to all configured outputs."""
 
-    def __init__(self, args: argparse.Namespace, status: StatusWriter, *, speaks: bool) -> None:
+    def __init__(
+        self, args: argparse.Namespace, status: StatusWriter, *, is_reporting_rank: bool
+    ) -> None:
         self._args = args
         self._status = status
-        self._speaks = speaks
-        self._board: Board | None = None
+        self._is_reporting_rank = is_reporting_rank
+        self._tensorboard: TensorBoardWriter | None = None
         self._wandb: Any = None
-        if speaks and args.tensorboard_dir:
-            self._board = Board(args, warn=self.warn)
-        if speaks and args.wandb_project:
+        if is_reporting_rank and args.tensorboard_dir:
+            self._tensorboard = TensorBoardWriter(args, warn=self.warn)
+        if is_reporting_rank and args.wandb_project:
             self._wandb = _start_wandb(args)
 
-    def place(self, step: int, doing: str = STEP) -> None:
-        """How far this rank is, for the launcher; see :meth:`StatusWriter.write_progress`. Every
-        rank says it, so that the one that holds up the others is known."""
-        self._status.write_progress(step, doing)
+    def write_progress(self, step: int, activity: str = TRAINING) -> None:
+        """Write this rank's progress to its status file, as :meth:`StatusWriter.write_progress`.
 
-    def say(self, text: str) -> None:
-        """A line for the person at the console."""
-        if self._speaks:
+        Every rank calls it, so that the launcher can detect the rank that blocks the others.
+        """
+        self._status.write_progress(step, activity)
+
+    def log(self, text: str) -> None:
+        """Print a line to the console, once per job."""
+        if self._is_reporting_rank:
             _print(text)
 
     def warn(self, message: str) -> None:
-        """A warning, once a job, also for the launcher."""
-        if self._speaks:
+        """Print a warning and write it as a status event, once per job."""
+        if self._is_reporting_rank:
             self._status.write("warning", message=message)
             _print(f"warning: {message}")
 
-    def scalars(self, reading: Reading) -> None:
-        """The numbers of one step, for TensorBoard and W&B."""
-        numbers = reading.numbers
-        if not self._speaks or numbers.step % self._args.tensorboard_log_interval:
+    def log_scalars(self, metrics: StepMetrics) -> None:
+        """Write the metrics of one step to TensorBoard and W&B."""
+        host = metrics.host
+        if not self._is_reporting_rank or host.step % self._args.tensorboard_log_interval:
             return
         values: dict[str, float | None] = {
-            "train/loss": reading.loss,
-            "train/grad-norm": reading.grad_norm,
-            "train/samples": numbers.samples,
-            "train/grad-zeros": numbers.zeros,
+            "train/loss": metrics.loss,
+            "train/grad-norm": metrics.grad_norm,
+            "train/samples": host.samples,
+            "train/grad-zeros": host.zero_gradients,
         }
         if self._args.log_learning_rate_to_tensorboard:
-            values["train/learning-rate"] = numbers.learning_rate
-        self._plot(numbers.step, values)
+            values["train/learning-rate"] = host.learning_rate
+        self._write_scalars(host.step, values)
 
-    def progress(self, reading: Reading, speed: Speed, more: Mapping[str, float | int]) -> None:
-        """The line of every ``log_interval`` steps, and its event. ``more``: what not every model
-        or configuration has, by name."""
-        if not self._speaks:
+    def log_progress(
+        self, metrics: StepMetrics, throughput: Throughput, extra_metrics: Mapping[str, float | int]
+    ) -> None:
+        """Print the progress line of every ``log_interval`` steps and write its status event.
+
+        Args:
+            metrics: metrics of the latest step.
+            throughput: throughput since the last call.
+            extra_metrics: metrics that not every model or configuration has, by name.
+        """
+        if not self._is_reporting_rank:
             return
-        numbers, steps = reading.numbers, self._args.train_iters
+        host, steps = metrics.host, self._args.train_iters
         self._status.write(
             "progress",
-            step=numbers.step,
+            step=host.step,
             train_steps=steps,
-            samples=numbers.samples,
-            loss=round(reading.loss, 6),
-            grad_norm=round(reading.grad_norm, 6),
-            learning_rate=numbers.learning_rate,
-            step_seconds=round(speed.step_seconds, 4),
-            tokens_per_second=round(speed.tokens_per_second, 1),
-            tflops_per_gpu=_rounded(speed.tflops_per_gpu, 3),
-            mfu=_rounded(speed.mfu, 4),
-            memory_gib=_rounded(speed.memory_gib, 2),
-            **{name: round(value, 6) for name, value in more.items()},
+            samples=host.samples,
+            loss=round(metrics.loss, 6),
+            grad_norm=round(metrics.grad_norm, 6),
+            learning_rate=host.learning_rate,
+            step_seconds=round(throughput.step_seconds, 4),
+            tokens_per_second=round(throughput.tokens_per_second, 1),
+            tflops_per_gpu=_round_optional(throughput.tflops_per_gpu, 3),
+            mfu=_round_optional(throughput.mfu, 4),
+            memory_gib=_round_optional(throughput.memory_gib, 2),
+            **{name: round(value, 6) for name, value in extra_metrics.items()},
         )
-        _print(progress_line(reading, speed, steps, more))
+        _print(format_progress(metrics, throughput, steps, extra_metrics))
         args = self._args
         values: dict[str, float | None] = {
-            f"train/{name.replace('_', '-')}": value for name, value in more.items()
+            f"train/{name.replace('_', '-')}": value for name, value in extra_metrics.items()
         }
         if args.log_timers_to_tensorboard:
-            values["speed/step-seconds"] = speed.step_seconds
+            values["speed/step-seconds"] = throughput.step_seconds
         if args.log_throughput:
-            values["speed/tokens-per-second"] = speed.tokens_per_second
-            values["speed/tflops-per-gpu"] = speed.tflops_per_gpu
-            values["speed/mfu"] = speed.mfu
+            values["speed/tokens-per-second"] = throughput.tokens_per_second
+            values["speed/tflops-per-gpu"] = throughput.tflops_per_gpu
+            values["speed/mfu"] = throughput.mfu
         if args.log_memory_to_tensorboard:
-            values["memory/peak-gib"] = speed.memory_gib
-        self._plot(numbers.step, values)
+            values["memory/peak-gib"] = throughput.memory_gib
+        self._write_scalars(host.step, values)
 
-    def evaluation(self, split: str, step: int, loss: float, name: str = "") -> None:
-        """The loss on a split that is not trained on, or on one of its sets, which has a name."""
-        if not self._speaks:
+    def log_evaluation(self, split: str, step: int, loss: float, name: str = "") -> None:
+        """Report the loss on a validation or test split.
+
+        Args:
+            split: ``valid`` or ``test``.
+            step: number of the last training step.
+            loss: mean loss in nats.
+            name: name of the data set, if the split has several.
+        """
+        if not self._is_reporting_rank:
             return
         perplexity = math.exp(min(loss, 20.0))
         if split == "valid":
-            of = {"data": name} if name else {}
-            self._status.write("evaluation", step=step, loss=round(loss, 6), **of)
-        shown = f"{split} {name}" if name else split
-        _print(f"step {step} | {shown} loss {loss:.4f} | perplexity {perplexity:.2f}")
+            data_field = {"data": name} if name else {}
+            self._status.write("evaluation", step=step, loss=round(loss, 6), **data_field)
+        label = f"{split} {name}" if name else split
+        _print(f"step {step} | {label} loss {loss:.4f} | perplexity {perplexity:.2f}")
         prefix = f"{split}/{name}" if name else split
         values: dict[str, float | None] = {f"{prefix}/loss": loss}
         if self._args.log_validation_ppl_to_tensorboard:
             values[f"{prefix}/perplexity"] = perplexity
-        self._plot(step, values)
+        self._write_scalars(step, values)
 
-    def answer(self, step: int, prompt: str, text: str) -> None:
-        """What the model answers to a prompt."""
-        self.say(f"step {step} | {shorten(prompt, 60)} → {shorten(text, 200)}")
+    def log_answer(self, step: int, prompt: str, text: str) -> None:
+        """Print the model's answer to an evaluation prompt."""
+        self.log(f"step {step} | {shorten(prompt, 60)} → {shorten(text, 200)}")
 
-    def checkpoint(self, step: int, path: Any, seconds: float) -> None:
-        """A checkpoint is whole on disk."""
-        if self._speaks:
+    def log_checkpoint(self, step: int, path: Any, seconds: float) -> None:
+        """Report that a checkpoint is complete on disk."""
+        if self._is_reporting_rank:
             self._status.write("checkpoint", step=step, path=str(path), seconds=round(seconds, 2))
             _print(f"step {step} | checkpoint saved in {seconds:.1f} s: {path}")
 
     def close(self) -> None:
-        """Write out what is buffered."""
-        if self._board is not None:
-            self._board.close()
+        """Flush and close TensorBoard and W&B."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 
-    def _plot(self, step: int, values: Mapping[str, float | None]) -> None:
-        known = {name: value for name, value in values.items() if value is not None}
-        if self._board is not None:
-            self._board.plot(step, known)
-        if self._wandb is not None and known:
-            self._wandb.log(known, step=step)
+    def _write_scalars(self, step: int, values: Mapping[str, float | None]) -> None:
+        available = {name: value for name, value in values.items() if value is not None}
+        if self._tensorboard is not None:
+            self._tensorboard.write_scalars(step, available)
+        if self._wandb is not None and available:
+            self._wandb.log(available, step=step)
 
 
-class Board:
-    """TensorBoard's event files. Whatever keeps them from being written ends no training: it is
-    said once, the figures are left out, and new files are begun when there is room again."""
+class TensorBoardWriter:
+    """TensorBoard event files that never end the training.
+
+    After a write error, one warning is reported and metrics are dropped. New files are started when
+    enough disk space is available again.
+    """
 
     def __init__(self, args: argparse.Namespace, *, warn: Callable[[str], None]) -> None:
         self._args = args
         self._warn = warn
-        self._writer: Any = _open_board(args)
-        self._try_again = 0.0
+        self._writer: Any = _open_tensorboard(args)
+        self._retry_time = 0.0
 
-    def plot(self, step: int, values: Mapping[str, float]) -> None:
-        """Show the values of a step; they are written in the background, a little later."""
-        if self._writer is None and time.monotonic() >= self._try_again:
-            self._begin_again(step)
+    def write_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Queue the values of a step; a background thread writes them."""
+        if self._writer is None and time.monotonic() >= self._retry_time:
+            self._resume(step)
         if self._writer is None:
             return
         try:
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
-        # What the background thread met, which is no OSError where TensorFlow is installed.
+        # The error of the background thread. It is not an OSError if TensorFlow is installed.
         except Exception as error:  # noqa: BLE001
-            self._give_up(step, error)
+            self._suspend(step, error)
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Flush and close the event files."""
         if self._writer is None:
             return
         try:
             self._writer.close()
         except Exception as error:  # noqa: BLE001 - as above
-            self._warn(f"{self._place()}: the last figures could not be written: {_reason(error)}")
+            self._warn(
+                f"{self._describe_location()}: the last figures could not be written: "
+                f"{_error_reason(error)}"
+            )
         self._writer = None
 
-    def _give_up(self, step: int, error: Exception) -> None:
-        # It is not closed: its thread is gone, and closing would wait for it or fail again.
+    def _suspend(self, step: int, error: Exception) -> None:
+        # The writer is not closed: its thread has ended, and closing would block or fail again.
         self._writer = None
-        self._try_again = time.monotonic() + _TRY_AGAIN_SECONDS
+        self._retry_time = time.monotonic() + _RETRY_SECONDS
         self._warn(
-            f"{self._place()} cannot be written: {_reason(error)}; from about step {step} on its "
-            "figures are left out until it can be"
+            f"{self._describe_location()} cannot be written: {_error_reason(error)}; from about "
+            f"step {step} on its figures are left out until it can be"
         )
 
-    def _begin_again(self, step: int) -> None:
-        """Go on in a new file, if there is room: where there is none, the writer's thread would
-        leave a traceback in the log."""
-        self._try_again = time.monotonic() + _TRY_AGAIN_SECONDS
+    def _resume(self, step: int) -> None:
+        """Start a new event file if there is enough disk space.
+
+        Without the check, the writer's thread would leave a traceback in the log.
+        """
+        self._retry_time = time.monotonic() + _RETRY_SECONDS
         try:
             with tempfile.TemporaryFile(dir=self._args.tensorboard_dir) as file:
-                file.write(bytes(_ROOM_BYTES))
+                file.write(bytes(_REQUIRED_FREE_BYTES))
                 file.flush()
                 os.fsync(file.fileno())
-            self._writer = _open_board(self._args)
+            self._writer = _open_tensorboard(self._args)
         except (OSError, ConfigError):
             return
-        self._warn(f"{self._place()} can be written again: its figures go on at step {step}")
+        self._warn(
+            f"{self._describe_location()} can be written again: its figures go on at step {step}"
+        )
 
-    def _place(self) -> str:
+    def _describe_location(self) -> str:
         return f"tensorboard_dir: {self._args.tensorboard_dir}"
 
 
-def _reason(error: Exception) -> str:
+def _error_reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _print(line: str) -> None:
-    """A line for the console, at once. One that cannot be written is dropped: standard output may
-    be a file on a disk that is full."""
+    """Print a line and flush.
+
+    A line that cannot be written is dropped, because standard output may be a file on a full disk.
+    """
     try:
         print(line, flush=True)
     except OSError:
-        _forget_buffered()
+        _discard_buffered_output()
 
 
-def _forget_buffered() -> None:
-    """Drop what standard output has not got rid of, if it is buffered: it would be tried again as
-    the process ends, which would then fail."""
-    with suppress(OSError), Path(os.devnull).open("wb") as nowhere:
+def _discard_buffered_output() -> None:
+    """Discard the buffered output of stdout.
+
+    Python would otherwise flush it at exit, and the process would fail.
+    """
+    with suppress(OSError), Path(os.devnull).open("wb") as null_device:
         descriptor = sys.stdout.fileno()
-        kept = os.dup(descriptor)
+        saved_descriptor = os.dup(descriptor)
         try:
-            os.dup2(nowhere.fileno(), descriptor)
+            os.dup2(null_device.fileno(), descriptor)
             sys.stdout.flush()
         finally:
-            os.dup2(kept, descriptor)
-            os.close(kept)
+            os.dup2(saved_descriptor, descriptor)
+            os.close(saved_descriptor)
 
 
-def progress_line(
-    reading: Reading, speed: Speed, steps: int, more: Mapping[str, float | int]
+def format_progress(
+    metrics: StepMetrics,
+    throughput: Throughput,
+    steps: int,
+    extra_metrics: Mapping[str, float | int],
 ) -> str:
-    """One line that tells a person how training goes."""
-    numbers, flops = reading.numbers, speed.tflops_per_gpu
+    """Return the console line that summarizes the training progress."""
+    host, flops, memory = metrics.host, throughput.tflops_per_gpu, throughput.memory_gib
     parts = [
-        f"step {numbers.step:>{len(str(steps))}}/{steps}",
-        f"loss {reading.loss:.4f}",
-        "skipped" if numbers.skipped else f"grad norm {reading.grad_norm:.3f}",
-        f"lr {numbers.learning_rate:.2e}",
-        f"{speed.step_seconds:.3f} s/step",
-        f"{speed.tokens_per_second:,.0f} tok/s",
-        f"{flops:.1f} TFLOP/s/GPU" if flops is not None and speed.memory_gib is not None else "",
-        f"MFU {100 * speed.mfu:.1f} %" if speed.mfu is not None else "",
-        f"{speed.memory_gib:.1f} GiB" if speed.memory_gib is not None else "",
-        *(f"{name.replace('_', ' ')} {_number(value)}" for name, value in more.items()),
-        f"{timedelta(seconds=round((steps - numbers.step) * speed.step_seconds))} left",
+        f"step {host.step:>{len(str(steps))}}/{steps}",
+        f"loss {metrics.loss:.4f}",
+        "skipped" if host.skipped else f"grad norm {metrics.grad_norm:.3f}",
+        f"lr {host.learning_rate:.2e}",
+        f"{throughput.step_seconds:.3f} s/step",
+        f"{throughput.tokens_per_second:,.0f} tok/s",
+        f"{flops:.1f} TFLOP/s/GPU" if flops is not None and memory is not None else "",
+        f"MFU {100 * throughput.mfu:.1f} %" if throughput.mfu is not None else "",
+        f"{memory:.1f} GiB" if memory is not None else "",
+        *(f"{name.replace('_', ' ')} {_format_number(v)}" for name, v in extra_metrics.items()),
+        f"{timedelta(seconds=round((steps - host.step) * throughput.step_seconds))} left",
     ]
     return " | ".join(part for part in parts if part)
 
 
-def _rounded(value: float | None, digits: int) -> float | None:
+def _round_optional(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)
 
 
-def _number(value: float | int) -> str:
+def _format_number(value: float | int) -> str:
     return f"{value:,d}" if isinstance(value, int) else f"{value:.3f}"
 
 
-def _open_board(args: argparse.Namespace) -> Any:
+def _open_tensorboard(args: argparse.Namespace) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     try:
@@ -314,11 +350,11 @@ def _open_board(args: argparse.Namespace) -> Any:
 def _start_wandb(args: argparse.Namespace) -> Any:
     import wandb
 
-    plain = {k: v for k, v in vars(args).items() if isinstance(v, (bool, int, float, str))}
+    scalar_args = {k: v for k, v in vars(args).items() if isinstance(v, (bool, int, float, str))}
     return wandb.init(
         project=args.wandb_project,
         name=args.wandb_exp_name,
         entity=args.wandb_entity,
         dir=args.wandb_save_dir,
-        config=plain,
+        config=scalar_args,
     )

@@ -1,4 +1,4 @@
-"""What is different when the launcher starts a failed job once more."""
+"""Supervision of a rank by the launcher, and resumption in later attempts of a run."""
 
 from __future__ import annotations
 
@@ -15,34 +15,41 @@ from flagscale.status import (
     STATUS_DIR_VARIABLE,
     read_events,
 )
-from flagscale.train.checkpoint.agreement import on_rank_0
+from flagscale.train.checkpoint.collective_errors import run_on_rank_0
 
 _PR_SET_PDEATHSIG = 1
 
 
-def be_supervised() -> None:
-    """Answer the launcher's agent: write the stacks of all threads to stderr when it asks, and
-    end with torchrun, should that be killed together with all that watches over it."""
+def enable_supervision() -> None:
+    """Install the hooks of the launcher's agent.
+
+    SIGUSR2 dumps the stacks of all threads to stderr. Under the launcher, the process is also
+    killed when its parent (torchrun) dies.
+    """
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     if os.environ.get(RUN_ID_VARIABLE):
-        # Under a launcher alone: a script that a user started may outlive its shell.
+        # Only under the launcher: a script that a user started may outlive its shell.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def go_on_from_own_checkpoints(args: argparse.Namespace) -> None:
-    """In a later attempt of a run, have ``args`` load what the run itself has saved, if it has:
-    a run that began with another's weights (``load``, ``finetune``) does not begin again with
-    them. All ranks call it."""
-    if on_rank_0(lambda: bool(args.save) and _has_saved()):
+def resume_from_own_checkpoint(args: argparse.Namespace) -> None:
+    """Load the run's own checkpoint in a later attempt of the run. All ranks call it.
+
+    A run that started from another run's weights (``load``, ``finetune``) must not start from them
+    again. ``args`` is modified only if an earlier attempt has saved a checkpoint.
+    """
+    if run_on_rank_0(lambda: bool(args.save) and _has_saved_checkpoint()):
         args.load = args.save
         args.finetune = args.no_load_rng = False
         args.no_load_optim = args.no_save_optim
 
 
-def _has_saved() -> bool:
-    """Whether an earlier attempt of this run has reported a checkpoint."""
+def _has_saved_checkpoint() -> bool:
+    """Return whether an earlier attempt of this run has reported a checkpoint."""
     directory = os.environ.get(STATUS_DIR_VARIABLE)
     if os.environ.get(ATTEMPT_VARIABLE, "0") == "0" or not directory:
         return False
-    reports = Path(directory).parent.glob("status*/rank_0.jsonl")
-    return any(event.event == "checkpoint" for path in reports for event in read_events(path)[0])
+    status_files = Path(directory).parent.glob("status*/rank_0.jsonl")
+    return any(
+        event.event == "checkpoint" for path in status_files for event in read_events(path)[0]
+    )

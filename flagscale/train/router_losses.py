@@ -1,8 +1,7 @@
-"""The routers' losses of a mixture of experts, for the log.
+"""Aggregation of mixture-of-experts router losses for logging.
 
-The gradient of these losses is added by megatron.core inside the routers; what they come to it
-only sums up, layer by layer, in a table of the rank. Here the tables of all ranks become one
-number a loss.
+megatron.core adds the gradient of these losses inside the routers and sums their values layer by
+layer in a table per rank. This module reduces the tables of all ranks to one number per loss.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from megatron.core.transformer.moe.moe_utils import (
     get_moe_layer_wise_logging_tracker,
 )
 
-from flagscale.estimate.arithmetic import further, mixtures
+from flagscale.estimate.arithmetic import moe_layer_flags, mtp_depth
 
-#: megatron.core's names for what its routers sum up.
-NAMES = (
+# Names of the router losses in megatron.core's tracker.
+LOSS_NAMES = (
     "load_balancing_loss",
     "seq_load_balancing_loss",
     "global_load_balancing_loss",
@@ -28,56 +27,63 @@ NAMES = (
 )
 
 
-class RouterLosses:
-    """Collects the routers' losses between two calls of :meth:`take`."""
+class RouterLossAverages:
+    """Averages the router losses between two calls of :meth:`pop_averages`."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
-        self._layers = sum(mixtures(args)) + mixtures(args)[-1] * further(args)
-        # Replicas with more of a step's sequences count more.
-        self._each = None
+        self._layers = sum(moe_layer_flags(args)) + moe_layer_flags(args)[-1] * mtp_depth(args)
+        # Weight of a heterogeneous replica: its share of the sequences of a step.
+        self._sequence_weight = None
         if args.shares is not None:
-            self._each = args.share.size * len(args.shares) / args.global_batch_size
+            self._sequence_weight = args.share.size * len(args.shares) / args.global_batch_size
         self._device = device
-        self._steps, self._passes = 0, 0
+        self._steps, self._micro_batches = 0, 0
 
-    def add(self, micro_batches: int) -> None:
-        """A step is done, of so many micro-batches of this rank."""
+    def count_step(self, micro_batches: int) -> None:
+        """Count a step of ``micro_batches`` micro-batches on this rank."""
         self._steps += 1
-        self._passes += micro_batches
+        self._micro_batches += micro_batches
 
-    def take(self) -> dict[str, float]:
-        """Each loss the model has, before its coefficient: the mean over the micro-batches of all
-        steps since the last call, over layers with experts and over ranks; with unlike replicas
-        over sequences. Empty for a model without experts.
+    def pop_averages(self) -> dict[str, float]:
+        """Return the unscaled router losses and reset the sums.
 
-        A load-balancing loss is 1 where all experts get the same share of the tokens. Every rank
-        has to call this; it waits for the device.
+        All ranks call it; synchronizes the device.
+
+        Each value is the mean over micro-batches of all steps since the last call, over MoE layers
+        and over ranks. With heterogeneous replicas it is the mean over sequences. Empty for a model
+        without experts. A load-balancing loss is 1 if all experts get the same share of the tokens.
         """
-        steps, passes, self._steps, self._passes = self._steps, self._passes, 0, 0
+        steps, micro_batches = self._steps, self._micro_batches
+        self._steps, self._micro_batches = 0, 0
         if not self._layers or not steps:
             return {}
-        each = 1.0 / passes if self._each is None else self._each / steps
-        sums = torch.zeros(2, len(NAMES), dtype=torch.float64, device=self._device)
-        for place, name in enumerate(NAMES):
+        if self._sequence_weight is None:
+            weight = 1.0 / micro_batches
+        else:
+            weight = self._sequence_weight / steps
+        table = torch.zeros(2, len(LOSS_NAMES), dtype=torch.float64, device=self._device)
+        for index, name in enumerate(LOSS_NAMES):
             entry = get_moe_layer_wise_logging_tracker().get(name)
             if entry is not None:
-                own = entry["values"].sum() * each
-                sums[0, place] = own * _weight(entry.get("reduce_group"))
-                sums[1, place] = 1.0
+                rank_loss = entry["values"].sum() * weight
+                table[0, index] = rank_loss * _rank_weight(entry.get("reduce_group"))
+                table[1, index] = 1.0
         clear_aux_losses_tracker()
-        dist.all_reduce(sums)
-        totals, present = sums.tolist()
+        dist.all_reduce(table)
+        totals, present = table.tolist()
         return {
             name: total / self._layers
-            for name, total, there in zip(NAMES, totals, present, strict=True)
-            if there
+            for name, total, is_present in zip(LOSS_NAMES, totals, present, strict=True)
+            if is_present
         }
 
 
-def _weight(group: dist.ProcessGroup | None) -> float:
-    """What a rank's sum counts for in the whole: ranks of ``group`` hold parts of one loss, which
-    add up; the other ranks of a pipeline stage hold losses of their own, of which the mean is
-    taken; stages hold different layers, which add up."""
+def _rank_weight(group: dist.ProcessGroup | None) -> float:
+    """Return the weight of a rank's sum in the mean over the model.
+
+    The ranks of ``group`` hold parts of one loss, which add up. The other ranks of a pipeline stage
+    hold losses of their own, which are averaged. Stages hold different layers, which add up.
+    """
     parts = 1 if group is None else dist.get_world_size(group)
     stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return parts / dist.get_world_size(stage)

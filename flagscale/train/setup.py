@@ -1,4 +1,4 @@
-"""Puts a run together: layout, model, optimizer, checkpoint, data, loop."""
+"""Assembly of a training run: layout, model, optimizer, checkpoint, data and training loop."""
 
 from __future__ import annotations
 
@@ -8,165 +8,181 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from flagscale.config.arguments.rules import missing_checkpoint
-from flagscale.config.arguments.shares import are_measured
-from flagscale.config.arguments.vocabulary import padded_vocabulary
+from flagscale.config.arguments.hetero.microbatch_split import is_split_measured
+from flagscale.config.arguments.layout import pad_vocabulary
+from flagscale.config.arguments.rules.resuming import missing_checkpoint
 from flagscale.errors import CheckpointError
 from flagscale.status import StatusWriter
 from flagscale.train import distributed, recompute
 from flagscale.train.build import build_state, vocabulary_size
 from flagscale.train.checkpoint import Checkpointer
-from flagscale.train.checkpoint.formats.pretrained import brings_every_weight, start_from
-from flagscale.train.checkpoint.formats.sample import base_sample
+from flagscale.train.checkpoint.formats.pretrained import load_pretrained, overwrites_all_weights
+from flagscale.train.checkpoint.formats.weight_sample import sample_base_model
 from flagscale.train.data.datasets import DataIterators, Datasets
-from flagscale.train.data.tokenizers import build_tokenizer, unlearned
+from flagscale.train.data.tokenizers import build_tokenizer, warn_unused_vocabulary
 from flagscale.train.device import Device
-from flagscale.train.distributed import Rank
+from flagscale.train.distributed import RankIdentity
 from flagscale.train.generation import Generator
-from flagscale.train.meshes.splitting import settle
-from flagscale.train.meter import Meter
-from flagscale.train.microbatch_balancer import Sharing
-from flagscale.train.models.base import spec_of
-from flagscale.train.models.config import transformer_config
-from flagscale.train.models.fast import notes
-from flagscale.train.models.provider import parameters_of
+from flagscale.train.meshes.auto_layout import resolve_auto_layout
+from flagscale.train.microbatch_balancer import MicrobatchBalancer
+from flagscale.train.models.base import get_model_spec
+from flagscale.train.models.config import build_transformer_config
+from flagscale.train.models.optimized import build_notes
+from flagscale.train.models.provider import list_parameters
 from flagscale.train.profiling import Profiler
-from flagscale.train.report import Reporter
-from flagscale.train.restart import go_on_from_own_checkpoints
+from flagscale.train.report import TrainingReporter
+from flagscale.train.restart import resume_from_own_checkpoint
 from flagscale.train.state import TrainState
 from flagscale.train.step import Stepper
+from flagscale.train.throughput import ThroughputMeter
 from flagscale.train.trainer import Trainer
 
 
-def prepare(
+def prepare_training(
     args: argparse.Namespace,
-    rank: Rank,
+    rank: RankIdentity,
     device: Device,
     status: StatusWriter,
     *,
-    alike: bool = True,
+    same_device_kind: bool = True,
 ) -> tuple[Trainer, TrainState]:
-    """A trainer that is ready to run, and the state it trains. All ranks call it, joined.
-    ``alike``: they are on one kind of device.
+    """Return a trainer that is ready to run, and its training state.
+
+    All ranks call it after the default process group is initialized.
+
+    Args:
+        args: resolved arguments of this rank.
+        rank: identity of this process.
+        device: device of this rank.
+        status: writer of status events.
+        same_device_kind: whether all ranks have the same kind of device.
 
     Raises:
-        ConfigError: megatron.core refuses the model's configuration.
-        DataError: the tokenizer or the data is missing, damaged or does not fit the model.
-        CheckpointError: the checkpoint to start from cannot be used, or none could be saved.
+        ConfigError: megatron.core does not support the model's configuration.
+        DataError: the tokenizer or the data is missing, corrupt or does not fit the model.
+        CheckpointError: the checkpoint to load is not usable, or checkpoints cannot be saved.
     """
-    groups = distributed.lay_out(args)
-    reporter = Reporter(args, status, speaks=rank.rank == 0)
-    args.base_sample = base_sample(args)
+    mesh_groups = distributed.init_model_parallel(args)
+    reporter = TrainingReporter(args, status, is_reporting_rank=rank.rank == 0)
+    args.base_sample = sample_base_model(args)
     checkpointer = Checkpointer(args, warn=reporter.warn)
-    fresh = checkpointer.try_out()
+    is_new_run = checkpointer.check_writable()
     tokenizer = build_tokenizer(args)
-    if warning := unlearned(tokenizer, args.vocab_size):
+    if warning := warn_unused_vocabulary(tokenizer, args.vocab_size):
         reporter.warn(warning)
-    size = vocabulary_size(args, tokenizer)
-    args, groups = settle(args, groups, size, device, reporter.say)
-    if groups is not None and not alike:
-        groups = groups.on_unlike_devices()
-    vocabulary = padded_vocabulary(size, vars(args))
-    args = recompute.settle(args, vocabulary, device, reporter.say)
-    # Replicas would start from unlike models.
-    args.use_cpu_initialization = args.use_cpu_initialization or not alike
-    config = transformer_config(args, device)
-    state = build_state(args, config, vocabulary, device, draw=not brings_every_weight(args))
+    unpadded_vocabulary = vocabulary_size(args, tokenizer)
+    args, mesh_groups = resolve_auto_layout(
+        args, mesh_groups, unpadded_vocabulary, device, reporter.log
+    )
+    if mesh_groups is not None and not same_device_kind:
+        mesh_groups = mesh_groups.with_mixed_devices()
+    vocabulary = pad_vocabulary(unpadded_vocabulary, vars(args))
+    args = recompute.resolve_auto_recompute(args, vocabulary, device, reporter.log)
+    # Random number generators differ between device kinds, and so would the replicas' weights.
+    args.use_cpu_initialization = args.use_cpu_initialization or not same_device_kind
+    config = build_transformer_config(args, device)
+    state = build_state(args, config, vocabulary, device, draw=not overwrites_all_weights(args))
     devices = f"{rank.world_size} x {device.name}"
-    if not alike:
-        devices = f"{rank.world_size} ranks on unlike devices, rank 0 on {device.name}"
-    reporter.say(f"{devices} ({dist.get_backend()}) | {_describe(args, state, vocabulary)}")
-    for note in (*args.remarks, *notes(args, config, device)):
-        reporter.say(note)
-    _resume(args, state, checkpointer, reporter, fresh=fresh)
-    sharing = None
-    if are_measured(vars(args)):
-        sharing = Sharing(args, state, rank.rank, device, reporter.say)
+    if not same_device_kind:
+        devices = f"{rank.world_size} ranks on heterogeneous devices, rank 0 on {device.name}"
+    reporter.log(f"{devices} ({dist.get_backend()}) | {_describe_run(args, state, vocabulary)}")
+    for note in (*args.remarks, *build_notes(args, config, device)):
+        reporter.log(note)
+    _resume(args, state, checkpointer, reporter, is_new_run=is_new_run)
+    balancer = None
+    if is_split_measured(vars(args)):
+        balancer = MicrobatchBalancer(args, state, rank.rank, device, reporter.log)
     else:
-        state.measured_shares = None  # of a checkpoint whose run measured it
+        state.measured_shares = None  # loaded from a checkpoint of a run that measured the counts
     datasets = Datasets(args, tokenizer)
     for note in datasets.remarks:
-        reporter.say(note)
-    load = partial(_load, datasets, state)
-    profiler = Profiler(args, rank.rank, device, reporter.say)
-    stopwatch = sharing.stopwatch if sharing is not None else None
-    stepper = Stepper(args, config, state, device, profiler, groups, stopwatch)
-    meter = Meter(args, vocabulary=vocabulary, device=device, world_size=rank.world_size)
-    trainer = Trainer(args, state, stepper, load, checkpointer, reporter, meter, sharing)
+        reporter.log(note)
+    load_data = partial(_load_data, datasets, state)
+    profiler = Profiler(args, rank.rank, device, reporter.log)
+    stopwatch = balancer.stopwatch if balancer is not None else None
+    stepper = Stepper(args, config, state, device, profiler, mesh_groups, stopwatch)
+    meter = ThroughputMeter(args, vocabulary=vocabulary, device=device, world_size=rank.world_size)
+    trainer = Trainer(args, state, stepper, load_data, checkpointer, reporter, meter, balancer)
     if args.eval_prompts:
         trainer.generator = Generator(args, config, state, tokenizer, device)
     return trainer, state
 
 
-def _load(datasets: Datasets, state: TrainState) -> DataIterators:
-    """This rank's part of the data that comes next."""
-    # A loader draws a seed for its workers. On a CPU it would come from the generator of dropout,
-    # and a resumed run would no longer draw what the uninterrupted one does.
+def _load_data(datasets: Datasets, state: TrainState) -> DataIterators:
+    """Return the data iterators of this rank, starting after the consumed samples."""
+    # A loader draws a seed for its workers. On a CPU it would use the generator of dropout, and a
+    # resumed run would no longer draw the same numbers as an uninterrupted run.
     with torch.random.fork_rng(devices=[]):
-        return datasets.iterators(state.progress, chunks=len(state.chunks))
+        return datasets.build_iterators(state.progress, chunks=len(state.chunks))
 
 
 def _resume(
     args: argparse.Namespace,
     state: TrainState,
     checkpointer: Checkpointer,
-    reporter: Reporter,
+    reporter: TrainingReporter,
     *,
-    fresh: bool,
+    is_new_run: bool,
 ) -> None:
-    """Start from the checkpoint in ``load``, or else from a model's weights. ``fresh``: the run's
-    own directory is new."""
-    go_on_from_own_checkpoints(args)
-    # Checkpoints of adapters are without the model that these are of.
-    based = bool(args.peft_type and args.pretrained_checkpoint)
-    if based:
-        reporter.say(start_from(args, state))
+    """Load the checkpoint of ``load``, or else the weights of ``pretrained_checkpoint``.
+
+    ``is_new_run``: whether the run's own checkpoint directory is new.
+    """
+    resume_from_own_checkpoint(args)
+    # Adapter checkpoints do not contain the base model.
+    base_loaded = bool(args.peft_type and args.pretrained_checkpoint)
+    if base_loaded:
+        reporter.log(load_pretrained(args, state))
     report = checkpointer.load(state) if args.load else None
-    if args.growth is not None:  # which may have grown otherwise before
-        done = state.progress
-        more = args.growth.steps(done.consumed_train_samples, args.train_samples)
-        args.train_iters = done.iteration + more
+    if args.growth is not None:  # the loaded run may have used another batch size ramp-up
+        progress = state.progress
+        remaining_steps = args.growth.steps(progress.consumed_train_samples, args.train_samples)
+        args.train_iters = progress.iteration + remaining_steps
     if report is None and args.pretrained_checkpoint:
-        if not based:
-            reporter.say(start_from(args, state))
+        if not base_loaded:
+            reporter.log(load_pretrained(args, state))
         return
     if report is None:
-        _start_without(args, reporter, first_run=fresh and args.load == args.save)
+        _start_without_checkpoint(
+            args, reporter, is_first_run=is_new_run and args.load == args.save
+        )
         return
     for reason in report.skipped:
-        reporter.warn(f"a checkpoint was passed over: {reason}")
+        reporter.warn(f"a checkpoint was skipped: {reason}")
     notes = "".join(f"; {note}" for note in report.notes)
-    reporter.say(f"loaded iteration {report.iteration} from {report.path}{notes}")
+    reporter.log(f"loaded iteration {report.iteration} from {report.path}{notes}")
     if state.progress.iteration >= args.train_iters:
-        reporter.say(_nothing_to_train(args))
+        reporter.log(_describe_nothing_to_train(args))
 
 
-def _start_without(args: argparse.Namespace, reporter: Reporter, *, first_run: bool) -> None:
-    """There is no checkpoint: a mistake, worth a line, or as it is in every ``first_run``."""
+def _start_without_checkpoint(
+    args: argparse.Namespace, reporter: TrainingReporter, *, is_first_run: bool
+) -> None:
+    """Handle a missing checkpoint: an error, a log line, or nothing in the first run."""
     message, hint = missing_checkpoint(vars(args))
     if hint is not None:
         raise CheckpointError(f"load: {message}", hint=hint)
-    if args.load and not first_run:
-        reporter.say(f"load: {message}")
+    if args.load and not is_first_run:
+        reporter.log(f"load: {message}")
 
 
-def _nothing_to_train(args: argparse.Namespace) -> str:
-    more = "raise train_iters (or train_samples)"
+def _describe_nothing_to_train(args: argparse.Namespace) -> str:
+    advice = "raise train_iters (or train_samples)"
     if not (args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler):
-        # The schedule in the checkpoint is as long as the run that saved it.
-        more += " and set override_opt_param_scheduler: true"
+        # The learning-rate schedule in the checkpoint is as long as the run that saved it.
+        advice += " and set override_opt_param_scheduler: true"
     return (
-        f"{args.train_iters:,} steps are done already: nothing to train. To go on, {more}; to "
+        f"{args.train_iters:,} steps are done already: nothing to train. To go on, {advice}; to "
         "start anew, choose another exp_dir"
     )
 
 
-def _describe(args: argparse.Namespace, state: TrainState, vocabulary: int) -> str:
-    every = parameters_of(state.chunks)
-    own = sum(parameter.numel() for parameter in every)
-    trained = sum(parameter.numel() for parameter in every if parameter.requires_grad)
-    weights = f"{own / 1e6:,.1f} M weights on rank 0"
-    if trained < own:
+def _describe_run(args: argparse.Namespace, state: TrainState, vocabulary: int) -> str:
+    parameters = list_parameters(state.chunks)
+    held = sum(parameter.numel() for parameter in parameters)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    weights = f"{held / 1e6:,.1f} M weights on rank 0"
+    if trained < held:
         weights += f", {trained / 1e6:,.2f} M of them trained"
     layout = {
         "tp": args.tensor_model_parallel_size,
@@ -182,19 +198,19 @@ def _describe(args: argparse.Namespace, state: TrainState, vocabulary: int) -> s
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
     return (
         f"{sizes} | {precision} | "
-        f"{spec_of(args).shown}, {weights}, vocabulary {vocabulary:,} | "
-        f"{args.train_iters:,} steps of {_batches(args)} x {args.seq_length} tokens, "
-        f"{_counts(args)} micro-batches a step"
+        f"{get_model_spec(args).shown}, {weights}, vocabulary {vocabulary:,} | "
+        f"{args.train_iters:,} steps of {_describe_batch_size(args)} x {args.seq_length} tokens, "
+        f"{_describe_micro_batches(args)} micro-batches a step"
     )
 
 
-def _batches(args: argparse.Namespace) -> str:
-    grows = f"{args.growth.start} to " if args.growth is not None else ""
-    return f"{grows}{args.global_batch_size}"
+def _describe_batch_size(args: argparse.Namespace) -> str:
+    ramp = f"{args.growth.start} to " if args.growth is not None else ""
+    return f"{ramp}{args.global_batch_size}"
 
 
-def _counts(args: argparse.Namespace) -> str:
-    """Micro-batches of a rank, or of the ranks with the fewest and the most."""
+def _describe_micro_batches(args: argparse.Namespace) -> str:
+    """Format the micro-batches of a rank, or of the ranks with the fewest and the most."""
     counts = {args.num_microbatches, *(share.count for share in args.shares or ())}
     if args.growth is not None:
         counts.add(args.growth.micro_batches(args.growth.start, args.num_microbatches))

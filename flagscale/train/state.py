@@ -1,4 +1,4 @@
-"""What a training run is at a moment: everything that a checkpoint holds, and nothing more."""
+"""Training state: exactly the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from flagscale.config.arguments.measured_shares import MeasuredShares
+from flagscale.config.arguments.hetero.measured_split import MeasuredSplit
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Progress:
-    """How far training is. Samples are sequences, counted over all data-parallel ranks."""
+    """Training progress. Samples are sequences, counted over all data-parallel ranks."""
 
     iteration: int = 0
     consumed_train_samples: int = 0
@@ -27,32 +27,36 @@ class Progress:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        for item in fields(self):
-            setattr(self, item.name, int(state[item.name]))
+        for progress_field in fields(self):
+            setattr(self, progress_field.name, int(state[progress_field.name]))
 
 
 @dataclass
 class TrainState:
-    """The model, its optimizer and schedule, and the progress made.
+    """Model, optimizer, scheduler and progress of a run.
 
-    ``chunks`` holds this rank's model chunks as DDP wraps them: one, or with the interleaved
-    pipeline schedule several. ``measured_shares`` is what unlike replicas take of a step, where
-    that was measured.
+    Attributes:
+        chunks: this rank's model chunks, wrapped in DDP: one, or several with the interleaved
+            pipeline schedule.
+        optimizer: megatron.core's optimizer.
+        scheduler: schedule of learning rate and weight decay.
+        progress: steps taken and samples consumed.
+        measured_shares: micro-batch counts of heterogeneous replicas, if they were measured.
     """
 
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     progress: Progress
-    measured_shares: MeasuredShares | None = None
+    measured_shares: MeasuredSplit | None = None
 
     def modules(self) -> list[nn.Module]:
-        """The bare models of :attr:`chunks`, without DDP and precision wrappers."""
-        return [unwrap(chunk) for chunk in self.chunks]
+        """Return the models of :attr:`chunks` without DDP and precision wrappers."""
+        return [unwrap_model(chunk) for chunk in self.chunks]
 
 
-def unwrap(module: Any) -> nn.Module:
-    """The innermost ``module`` of wrappers such as DDP and Float16Module."""
+def unwrap_model(module: Any) -> nn.Module:
+    """Return the innermost ``module`` of wrappers such as DDP and Float16Module."""
     while hasattr(module, "module"):
         module = module.module
     inner: nn.Module = module

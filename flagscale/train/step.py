@@ -1,4 +1,4 @@
-"""One optimizer step, and one evaluation, by megatron.core's schedules."""
+"""Training and evaluation steps on megatron.core's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from flagscale.config.arguments.graphs import captures_steps
-from flagscale.train.captured import CapturedSchedule
+from flagscale.config.arguments.rules.optimizer import captures_steps
+from flagscale.train.bounded_all_reduce import SkippedReduceDetector
+from flagscale.train.cuda_graph import CudaGraphSchedule
+from flagscale.train.deferred_metrics import LOST, OVERFLOW, HostMetrics
 from flagscale.train.device import Device
-from flagscale.train.forward import LOSS_KEY, ForwardStep
-from flagscale.train.further_losses import FurtherLosses
-from flagscale.train.layers.precision import weights_changed
-from flagscale.train.meshes.exchange import Exchange
-from flagscale.train.meshes.gradients import Finalize, collection
+from flagscale.train.forward_step import LOSS_KEY, ForwardStep
+from flagscale.train.layers.fp8_layers import invalidate_fp8_weights
+from flagscale.train.meshes.finalize_grads import MeshGradientFinalizer, build_group_collection
 from flagscale.train.meshes.groups import MeshGroups
-from flagscale.train.microbatch_balancer import Stopwatch
-from flagscale.train.models.base import spec_of
-from flagscale.train.models.documents import DocumentMasks
+from flagscale.train.meshes.p2p_communicator import MeshP2PCommunicator
+from flagscale.train.microbatch_balancer import StepStopwatch
+from flagscale.train.models.base import get_model_spec
+from flagscale.train.models.document_mask import DocumentMaskBuilder
+from flagscale.train.mtp_losses import MtpLossAverages
 from flagscale.train.profiling import Profiler
-from flagscale.train.readings import LOST, OVERFLOW, StepNumbers
-from flagscale.train.router_losses import RouterLosses
+from flagscale.train.router_losses import RouterLossAverages
 from flagscale.train.state import TrainState
-from flagscale.train.tail import LeftOut
 
 
 class Stepper:
-    """Runs steps on a :class:`TrainState`. Nothing here waits for the device."""
+    """Runs training steps on a :class:`TrainState` without synchronizing the device."""
 
     def __init__(
         self,
@@ -44,99 +44,117 @@ class Stepper:
         device: Device,
         profiler: Profiler | None = None,
         groups: MeshGroups | None = None,
-        stopwatch: Stopwatch | None = None,
+        stopwatch: StepStopwatch | None = None,
     ) -> None:
-        """``groups``: those that heterogeneous training has beyond megatron.core's. ``stopwatch``:
-        times the steps, as long as it is running."""
+        """Connect the schedules of megatron.core to the training state.
+
+        Args:
+            args: resolved arguments of this rank.
+            config: the model's configuration. The functions that schedules read from it are set.
+            state: training state to update.
+            device: device of this rank.
+            profiler: profiler of selected steps.
+            groups: additional process groups of heterogeneous training.
+            stopwatch: times the steps while it is running.
+        """
         self._args = args
         self._state = state
         self._device = device.torch_device
         self._profiler = profiler
-        self._forward = ForwardStep(
-            spec_of(args),
+        self._forward_step = ForwardStep(
+            get_model_spec(args),
             device,
             per_token=args.calculate_per_token_loss,
-            masks=DocumentMasks(config, device),
+            masks=DocumentMaskBuilder(config, device),
         )
-        self.routers = RouterLosses(args, self._device)
-        self.further = FurtherLosses(args.mtp_num_layers, state.modules(), self._device)
-        self._left_out = LeftOut()
+        self.router_losses = RouterLossAverages(args, self._device)
+        self.mtp_losses = MtpLossAverages(args.mtp_num_layers, state.modules(), self._device)
+        self._skip_detector = SkippedReduceDetector()
         self._schedule = get_forward_backward_func()
-        _connect(args, config, state)
+        _set_schedule_functions(args, config, state)
         if captures_steps(vars(args)):
-            self._schedule = CapturedSchedule(
-                self._schedule, args, config, device, forget=self._weights_changed
+            self._schedule = CudaGraphSchedule(
+                self._schedule, args, config, device, invalidate_caches=self._invalidate_fp8_weights
             )
         self._stopwatch = stopwatch
         if stopwatch is not None:
-            config.finalize_model_grads_func = stopwatch.stop_before(finalize_model_grads)
-        self._pipeline: dict[str, Any] = {}
-        self._exchange: Exchange | None = None
+            config.finalize_model_grads_func = stopwatch.stop_lap_before(finalize_model_grads)
+        self._schedule_options: dict[str, Any] = {}
+        self._p2p_communicator: MeshP2PCommunicator | None = None
         if groups is not None:
-            self._exchange = _over_meshes(args, config, state, groups, device)
-            self._pipeline = {"p2p_communicator": self._exchange, "pg_collection": collection()}
+            self._p2p_communicator = _connect_meshes(args, config, state, groups, device)
+            self._schedule_options = {
+                "p2p_communicator": self._p2p_communicator,
+                "pg_collection": build_group_collection(),
+            }
 
-    def train(self, data: Any, *, stop: tuple[bool, bool]) -> tuple[StepNumbers, torch.Tensor]:
-        """Take one step: all micro-batches, the optimizer, the schedule; count the samples.
+    def train(self, data: Any, *, stop: tuple[bool, bool]) -> tuple[HostMetrics, torch.Tensor]:
+        """Take one training step: all micro-batches, optimizer step, scheduler step, sample counts.
 
         Args:
-            data: iterator of this rank's micro-batches; with several chunks a list of them.
-            stop: whether this rank got a signal or is out of time; all ranks will learn of it.
+            data: iterator of this rank's micro-batches; a list of iterators with several chunks.
+            stop: whether this rank received a signal, and whether it is out of time. Both are
+                reduced over all ranks.
 
         Returns:
-            What the host knows, and what the device will know: see :meth:`Readings.add`.
+            The metrics on the host and the tensor of metrics on the device; see
+            :meth:`DeferredMetrics.add`.
         """
-        state, batch = self._state, self.batch()
+        state, batch_size = self._state, self.next_batch_size()
         if self._profiler:
-            self._profiler.before(state.progress.iteration + 1)
+            self._profiler.before_step(state.progress.iteration + 1)
         for chunk in state.chunks:
             chunk.zero_grad_buffer()
         state.optimizer.zero_grad()
-        with self._timed():
-            reports = self._run(data, self.micro_batches(batch), forward_only=False)
-        self.routers.add(self.micro_batches(batch))
-        lost = self._left_out.take()
-        if lost:
-            updated, norm, zeros = False, None, None
+        with self._time_step():
+            reports = self._run_schedule(
+                data, self.count_micro_batches(batch_size), forward_only=False
+            )
+        self.router_losses.count_step(self.count_micro_batches(batch_size))
+        gradients_lost = self._skip_detector.pop_skipped()
+        if gradients_lost:
+            updated, grad_norm, zero_gradients = False, None, None
         else:
-            updated, norm, zeros = state.optimizer.step()
-            self._weights_changed()
-        rate = _learning_rate(state.optimizer.param_groups)
+            updated, grad_norm, zero_gradients = state.optimizer.step()
+            self._invalidate_fp8_weights()
+        learning_rate = _learning_rate(state.optimizer.param_groups)
         if updated:
-            state.scheduler.step(increment=batch)
+            state.scheduler.step(increment=batch_size)
         state.progress.iteration += 1
-        state.progress.consumed_train_samples += batch
-        numbers = StepNumbers(
+        state.progress.consumed_train_samples += batch_size
+        host_metrics = HostMetrics(
             step=state.progress.iteration,
             samples=state.progress.consumed_train_samples,
-            learning_rate=rate,
-            skipped="" if updated else LOST if lost else OVERFLOW,
-            zeros=zeros or None,
+            learning_rate=learning_rate,
+            skipped="" if updated else LOST if gradients_lost else OVERFLOW,
+            zero_gradients=zero_gradients or None,
         )
-        values = self._shared(reports, norm, stop)
+        device_metrics = self._reduce_metrics(reports, grad_norm, stop)
         if self._profiler:
-            self._profiler.after(numbers.step)
-        return numbers, values
+            self._profiler.after_step(host_metrics.step)
+        return host_metrics, device_metrics
 
-    def _weights_changed(self) -> None:
+    def _invalidate_fp8_weights(self) -> None:
         if self._args.fp8:
             for model in self._state.modules():
-                weights_changed(model)
+                invalidate_fp8_weights(model)
 
     def close(self) -> None:
-        """No more steps come."""
+        """End a running profile after the last step."""
         if self._profiler:
             self._profiler.close()
 
     def evaluate(self, data: Any, steps: int) -> float:
-        """Mean loss in nats over ``steps`` global batches, equal on all ranks."""
+        """Return the mean loss in nats over ``steps`` global batches, equal on all ranks."""
         chunks = self._state.chunks
         for chunk in chunks:
             chunk.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         with torch.no_grad():
             for _ in range(steps):
-                for report in self._run(data, self._args.num_microbatches, forward_only=True):
+                for report in self._run_schedule(
+                    data, self._args.num_microbatches, forward_only=True
+                ):
                     total += report[LOSS_KEY]
         for chunk in chunks:
             chunk.train()
@@ -145,116 +163,122 @@ class Stepper:
         return loss_sum / tokens if tokens else 0.0
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """A context in which a step is timed, if it is to be. No parameters are waited for in it:
-        they are gathered before."""
+    def _time_step(self) -> Iterator[None]:
+        """Context manager that times a step while the stopwatch is running.
+
+        Parameters are gathered before, so that the lap contains no waiting for other ranks.
+        """
         if self._stopwatch is None or not self._stopwatch.running:
             yield
             return
-        with gathered(self._args, self._state.chunks):
-            self._stopwatch.start()
+        with gathered_parameters(self._args, self._state.chunks):
+            self._stopwatch.start_lap()
             yield
 
-    def batch(self) -> int:
-        """Sequences of the next step, over all ranks."""
+    def next_batch_size(self) -> int:
+        """Return the number of sequences of the next step over all ranks."""
         args = self._args
         if args.growth is None:
             return int(args.global_batch_size)
         return int(args.growth.batch(self._state.progress.consumed_train_samples))
 
-    def micro_batches(self, batch: int) -> int:
-        """How many of a step of ``batch`` sequences are this rank's."""
+    def count_micro_batches(self, batch_size: int) -> int:
+        """Return the number of this rank's micro-batches in a step of ``batch_size`` sequences."""
         args = self._args
         if args.growth is None:
             return int(args.num_microbatches)
-        return int(args.growth.micro_batches(batch, args.num_microbatches))
+        return int(args.growth.micro_batches(batch_size, args.num_microbatches))
 
-    def pass_over(self, data: Any) -> None:
-        """Take the data of a step without training on it."""
-        progress, batch = self._state.progress, self.batch()
-        for each in data if isinstance(data, list) else [data]:
-            for _ in range(self.micro_batches(batch) if each is not None else 0):
-                next(each)
+    def skip_step(self, data: Any) -> None:
+        """Consume the data of a step without training on it."""
+        progress, batch_size = self._state.progress, self.next_batch_size()
+        for iterator in data if isinstance(data, list) else [data]:
+            for _ in range(self.count_micro_batches(batch_size) if iterator is not None else 0):
+                next(iterator)
         progress.iteration += 1
-        progress.consumed_train_samples += batch
+        progress.consumed_train_samples += batch_size
 
-    def _run(
+    def _run_schedule(
         self, data: Any, micro_batches: int, *, forward_only: bool
     ) -> list[dict[str, torch.Tensor]]:
         args = self._args
-        if self._exchange is not None:
-            self._exchange.begin(micro_batches, forward_only=forward_only)
+        if self._p2p_communicator is not None:
+            self._p2p_communicator.begin_step(micro_batches, forward_only=forward_only)
         reports: list[dict[str, torch.Tensor]] = self._schedule(
-            forward_step_func=self._forward,
+            forward_step_func=self._forward_step,
             data_iterator=data,
             model=self._state.chunks,
             num_microbatches=micro_batches,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
             forward_only=forward_only,
-            **self._pipeline,
+            **self._schedule_options,
         )
-        if self._exchange is not None:
-            self._exchange.finish()
+        if self._p2p_communicator is not None:
+            self._p2p_communicator.finish_step()
         return reports
 
-    def _shared(
-        self, reports: list[dict[str, torch.Tensor]], norm: Any, stop: tuple[bool, bool]
+    def _reduce_metrics(
+        self, reports: list[dict[str, torch.Tensor]], grad_norm: Any, stop: tuple[bool, bool]
     ) -> torch.Tensor:
-        """Loss sum, tokens and wishes to stop of all ranks, gradient norm, own loss sum.
+        """Return the fp64 tensor [6] that :meth:`DeferredMetrics.add` expects.
 
-        Tensor-parallel ranks report the same micro-batches; sum and tokens grow alike.
+        The first four values are summed over all ranks. Tensor-parallel ranks report the same
+        micro-batches, which cancels in the quotient of losses and tokens.
         """
         values = torch.zeros(4, dtype=torch.float64, device=self._device)
         if reports:
             values[:2] = torch.stack([report[LOSS_KEY] for report in reports]).sum(0)
-        own = values[:1].clone()
-        for place, wish in enumerate(stop, start=2):
-            if wish:
-                values[place].fill_(1.0)
+        own_loss = values[:1].clone()
+        for index, requested in enumerate(stop, start=2):
+            if requested:
+                values[index].fill_(1.0)
         dist.all_reduce(values)
-        length = torch.as_tensor(0.0 if norm is None else norm, dtype=torch.float64)
-        return torch.cat([values, length.to(self._device, non_blocking=True).view(1), own])
+        norm_value = torch.as_tensor(0.0 if grad_norm is None else grad_norm, dtype=torch.float64)
+        return torch.cat([values, norm_value.to(self._device, non_blocking=True).view(1), own_loss])
 
 
-def _connect(args: argparse.Namespace, config: TransformerConfig, state: TrainState) -> None:
-    """Tell megatron.core's schedules, through its configuration, how to scale, when to reduce
-    gradients and when to gather parameters."""
+def _set_schedule_functions(
+    args: argparse.Namespace, config: TransformerConfig, state: TrainState
+) -> None:
+    """Set the functions of ``config`` for loss scaling, gradient reduction, parameter gathering."""
     chunks = state.chunks
     config.grad_scale_func = state.optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if args.overlap_grad_reduce:
-        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
+        config.no_sync_func = _unwrap_single([chunk.no_sync for chunk in chunks])
     if args.overlap_param_gather and args.align_param_gather:
-        config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in chunks])
+        config.param_sync_func = _unwrap_single([chunk.start_param_sync for chunk in chunks])
 
 
-def _over_meshes(
+def _connect_meshes(
     args: argparse.Namespace,
     config: TransformerConfig,
     state: TrainState,
     groups: MeshGroups,
     device: Device,
-) -> Exchange:
-    """Connect the schedules to the other meshes'."""
-    config.finalize_model_grads_func = Finalize(state.chunks, groups.ends)
-    return Exchange(
+) -> MeshP2PCommunicator:
+    """Connect the pipeline schedule to the stages of other meshes."""
+    config.finalize_model_grads_func = MeshGradientFinalizer(
+        state.chunks, groups.tied_embedding_groups
+    )
+    return MeshP2PCommunicator(
         config,
         args.meshes,
         args.stage,
-        groups.boundaries,
+        groups.stage_groups,
         parallel_state.get_tensor_model_parallel_group(),
         device,
         sequence=args.seq_length,
     )
 
 
-def _one_or_all(functions: list[Any]) -> Any:
+def _unwrap_single(functions: list[Any]) -> Any:
     return functions[0] if len(functions) == 1 else functions
 
 
 def _learning_rate(groups: list[dict[str, Any]]) -> float:
-    """The rate of the parameters that have no rate of their own."""
+    """Return the learning rate of parameters without an override of their own."""
     for group in groups:
         if group.get("default_config", True) and group["params"]:
             return float(group["lr"])
@@ -262,11 +286,13 @@ def _learning_rate(groups: list[dict[str, Any]]) -> float:
 
 
 @contextmanager
-def gathered(args: argparse.Namespace, chunks: list[DistributedDataParallel]) -> Iterator[None]:
-    """A context in which every rank holds all its parameters.
+def gathered_parameters(
+    args: argparse.Namespace, chunks: list[DistributedDataParallel]
+) -> Iterator[None]:
+    """Context manager in which every rank holds up-to-date parameters.
 
-    With ``overlap_param_gather`` they are fetched layer by layer in the next forward pass, so
-    that between steps they are out of date.
+    With ``overlap_param_gather`` parameters are gathered layer by layer in the next forward pass,
+    so that they are out of date between steps.
     """
     if not args.overlap_param_gather:
         yield

@@ -1,10 +1,11 @@
-"""Trains a model, of any family: the program that torchrun starts on every rank.
+"""Training program, started by torchrun on every rank. It trains models of any family.
 
     torchrun --nproc_per_node 2 flagscale/train/train_gpt.py --num-layers 4 … --mock-data
 
-``--help`` lists the arguments. A rank's way: parse → device → join the process group → parallel
-layout → model, optimizer, schedule → checkpoint → data → loop. What it does on the way is told
-through :mod:`flagscale.status`.
+``--help`` lists the arguments. The phases of a rank: parse arguments, select the device, join the
+process group, create the parallel layout, build model, optimizer and scheduler, load the
+checkpoint, open the data, run the training loop. Progress is reported through
+:mod:`flagscale.status`.
 """
 
 from __future__ import annotations
@@ -18,41 +19,41 @@ import time
 import warnings
 from collections.abc import Sequence
 
-from flagscale.config.arguments.layout import place_of
-from flagscale.config.arguments.parser import parse_arguments
-from flagscale.config.arguments.resolve import of_rank, resolve
+from flagscale.config.arguments.derive import derive_arguments, rank_arguments
+from flagscale.config.arguments.layout import describe_ranks
+from flagscale.config.arguments.spec.parser import parse_arguments
 from flagscale.errors import ConfigError, FlagscaleError, Problem
 from flagscale.status import StatusWriter
 from flagscale.train import distributed, failures
-from flagscale.train.device import choose
-from flagscale.train.distributed import Rank
+from flagscale.train.device import choose_device
+from flagscale.train.distributed import RankIdentity
 from flagscale.train.report import require_packages
-from flagscale.train.restart import be_supervised
+from flagscale.train.restart import enable_supervision
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train as ``argv`` (the process's own without it) says; returns the exit code."""
-    be_supervised()
-    rank = Rank.from_environment()
+    """Train according to ``argv`` (default: the process's arguments) and return the exit code."""
+    enable_supervision()
+    rank = RankIdentity.from_environment()
     status = StatusWriter.from_environment(rank.rank)
     try:
-        reason = train(parse_arguments(argv), rank, status)
+        reason, last_step = train(parse_arguments(argv), rank, status)
     except FlagscaleError as error:
-        return failures.report(error, rank, status)
-    except Exception as error:  # noqa: BLE001 - the launcher has to learn of any failure
-        return failures.report(error, rank, status)
-    status.write("finished", step=reason[1], reason=reason[0])
+        return failures.report_failure(error, rank, status)
+    except Exception as error:  # noqa: BLE001 - every failure is reported to the launcher
+        return failures.report_failure(error, rank, status)
+    status.write("finished", step=last_step, reason=reason)
     return 0
 
 
-def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[str, int]:
-    """Train; returns why it ended and after which step."""
-    _quieten()
+def train(args: argparse.Namespace, rank: RankIdentity, status: StatusWriter) -> tuple[str, int]:
+    """Train and return the reason for the end and the number of the last step."""
+    _suppress_library_warnings()
     if args.tensor_model_parallel_size > 1:
-        # One hardware queue keeps a collective from being overtaken by the matrix product that
-        # was queued after it; CUDA reads this when it starts.
+        # With one hardware queue, a collective is not overtaken by the matrix product queued after
+        # it. CUDA reads this variable at startup.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    device = choose(args.device, rank.local_rank)
+    device = choose_device(args.device, rank.local_rank)
     status.write(
         "started",
         rank=rank.rank,
@@ -62,15 +63,15 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
         pid=os.getpid(),
         device=device.name,
     )
-    args = resolve(args, rank.world_size)
-    place = place_of(vars(args), range(rank.rank, rank.rank + 1), rank.world_size)
-    args = of_rank(args, rank.rank)
+    args = derive_arguments(args, rank.world_size)
+    layout_place = describe_ranks(vars(args), range(rank.rank, rank.rank + 1), rank.world_size)
+    args = rank_arguments(args, rank.rank)
     for name in ("export_huggingface", "export_peft"):
         if getattr(args, name) and not args.save:
             message = "needs save: what is exported is the last checkpoint"
             raise ConfigError(Problem(name, message))
     require_packages(args)
-    group = distributed.join(
+    default_group = distributed.init_default_group(
         rank,
         device,
         backend=args.distributed_backend,
@@ -78,23 +79,30 @@ def train(args: argparse.Namespace, rank: Rank, status: StatusWriter) -> tuple[s
         options=args.comm or (),
     )
     status.write_progress(0, "starting")
-    status.write("joined", backend=group.backend, seconds=round(group.seconds, 3), place=place)
+    status.write(
+        "joined",
+        backend=default_group.backend,
+        seconds=round(default_group.seconds, 3),
+        place=layout_place,
+    )
     joined = time.monotonic()
-    # megatron.core reads the chosen device when it is imported.
-    from flagscale.train.setup import prepare
+    # megatron.core reads the selected device at import time.
+    from flagscale.train.setup import prepare_training
 
-    trainer, state = prepare(args, rank, device, status, alike=group.alike)
+    trainer, state = prepare_training(
+        args, rank, device, status, same_device_kind=default_group.same_device_kind
+    )
     status.write("ready", seconds=round(time.monotonic() - joined, 3))
     reason = trainer.run()
     status.write_progress(state.progress.iteration, "ending")
-    distributed.leave()
+    distributed.destroy_groups()
     if rank.rank == 0 and reason == "completed" and (args.export_huggingface or args.export_peft):
         _export(args, state.progress.iteration, status)
     return reason, state.progress.iteration
 
 
 def _export(args: argparse.Namespace, iteration: int, status: StatusWriter) -> None:
-    """Write model and adapters for others. The other ranks have ended, and wait for nothing."""
+    """Export model and adapters to other formats on rank 0. The other ranks have ended."""
     from flagscale.train.checkpoint.formats.export import export
 
     status.write_progress(iteration, "saving a checkpoint")
@@ -102,9 +110,11 @@ def _export(args: argparse.Namespace, iteration: int, status: StatusWriter) -> N
         print(f"exported to {path}", flush=True)
 
 
-def _quieten() -> None:
-    """Keep remarks of megatron.core, and torch's remarks on its calls, off the user's console:
-    they are about packages that are not installed and names that will change."""
+def _suppress_library_warnings() -> None:
+    """Suppress warnings of megatron.core and torch.distributed that users cannot act on.
+
+    They are about optional packages that are not installed and about API deprecations.
+    """
     warnings.filterwarnings("ignore", module=r"megatron\.")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -114,6 +124,6 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # After a failure, threads of libraries that wait for lost ranks would keep the process alive.
+    # After a failure, library threads that wait for lost ranks would keep the process alive.
     if code:
         os._exit(code)

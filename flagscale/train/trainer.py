@@ -1,4 +1,4 @@
-"""The training loop."""
+"""Training loop."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import gc
 from collections.abc import Callable
 from typing import Literal
 
-from flagscale.config.arguments.growth import save_interval
+from flagscale.config.arguments.rules.schedule import save_interval_at
+from flagscale.train.bounded_all_reduce import BoundedReduceStatistics, explain_no_effect
 from flagscale.train.checkpoint import Checkpointer
 from flagscale.train.data.datasets import DataIterators
+from flagscale.train.deferred_metrics import DeferredMetrics, StepMetrics
 from flagscale.train.generation import Generator
-from flagscale.train.layers.compiling import seconds_spent
-from flagscale.train.meter import Meter
-from flagscale.train.microbatch_balancer import Sharing
-from flagscale.train.norms import parameters_norm
-from flagscale.train.readings import Reading, Readings
-from flagscale.train.report import Reporter
-from flagscale.train.signals import Reason, StopRequest
+from flagscale.train.layers.layer_compilation import get_compile_seconds
+from flagscale.train.loss_monitor import LossMonitor
+from flagscale.train.microbatch_balancer import MicrobatchBalancer
+from flagscale.train.parameter_norm import compute_parameters_norm
+from flagscale.train.report import TrainingReporter
 from flagscale.train.state import TrainState
-from flagscale.train.step import Stepper, gathered
-from flagscale.train.tail import TailReadings, without_effect
-from flagscale.train.watch import LossWatch
+from flagscale.train.step import Stepper, gathered_parameters
+from flagscale.train.stop_request import StopReason, StopRequest
+from flagscale.train.throughput import ThroughputMeter
 
 
 class Trainer:
-    """Trains a :class:`TrainState` to the end of the arguments' length, or until told to stop."""
+    """Trains a :class:`TrainState` until the configured number of steps or a stop request."""
 
     def __init__(
         self,
@@ -34,134 +34,147 @@ class Trainer:
         stepper: Stepper,
         load_data: Callable[[], DataIterators],
         checkpointer: Checkpointer,
-        reporter: Reporter,
-        meter: Meter,
-        sharing: Sharing | None = None,
+        reporter: TrainingReporter,
+        throughput_meter: ThroughputMeter,
+        balancer: MicrobatchBalancer | None = None,
     ) -> None:
-        """``load_data`` gives this rank's part of the data from where ``state`` is on; ``sharing``
-        decides how large that is, where it is not given."""
+        """Open the data and prepare the loop.
+
+        Args:
+            args: resolved arguments of this rank.
+            state: training state, new or as loaded from a checkpoint.
+            stepper: runs steps on ``state``.
+            load_data: returns this rank's data iterators, starting at the progress of ``state``.
+            checkpointer: saves checkpoints.
+            reporter: console, status events, TensorBoard and W&B.
+            throughput_meter: measures throughput.
+            balancer: assigns micro-batches to heterogeneous replicas by measured speed, if enabled.
+        """
         self._args = args
         self._state = state
         self._stepper = stepper
         self._load_data = load_data
         self._data = load_data()
-        self._sharing = sharing
+        self._balancer = balancer
         self.generator: Generator | None = None
-        """Answers prompts at evaluations, if any are to be."""
+        """Answers the prompts of ``eval_prompts`` at evaluations, if set."""
         self._checkpointer = checkpointer
         self._reporter = reporter
-        self._meter = meter
-        self._readings, self._tail = Readings(), TailReadings()
-        self._watch = LossWatch(
+        self._throughput_meter = throughput_meter
+        self._deferred_metrics = DeferredMetrics()
+        self._bounded_statistics = BoundedReduceStatistics()
+        self._loss_monitor = LossMonitor(
             spike_factor=args.loss_spike_factor, fatal=args.check_for_nan_in_loss_and_grad
         )
-        self._stop = StopRequest(args.exit_duration_in_mins)
-        self._leave: Reason | None = None
-        self._latest: Reading | None = None
-        self._skipped = 0
+        self._stop_request = StopRequest(args.exit_duration_in_mins)
+        self._stop_reason: StopReason | None = None
+        self._latest_metrics: StepMetrics | None = None
+        self._skipped_steps = 0
         self._first_step = state.progress.iteration + 1
-        self._end = 0 if args.skip_train else args.train_iters
-        self._saved_at = state.progress.iteration
-        self._evaluated_at = -1
+        self._last_step = 0 if args.skip_train else args.train_iters
+        self._saved_step = state.progress.iteration
+        self._evaluated_step = -1
 
-    def run(self) -> Reason:
-        """Train; returns why it ended. The last checkpoint is whole when it returns.
+    def run(self) -> StopReason:
+        """Train and return the reason for the end. The last checkpoint is complete on return.
 
         Raises:
-            JobError: the loss or the gradient is not finite.
+            JobError: the loss or the gradient norm is not finite.
         """
         if self._args.exit_signal_handler:
-            self._stop.listen()
-        if told := without_effect(self._args):
-            self._reporter.warn(told)
+            self._stop_request.install_handler()
+        if warning := explain_no_effect(self._args):
+            self._reporter.warn(warning)
         if self._args.manual_gc:
             gc.disable()
             gc.collect()
-        self._meter.start()
-        reason: Reason = "completed"
-        while self._state.progress.iteration < self._end:
-            self._step()
-            if leave := self._must_leave():
-                reason = leave
+        self._throughput_meter.start_lap()
+        reason: StopReason = "completed"
+        while self._state.progress.iteration < self._last_step:
+            self._run_step()
+            if stop_reason := self._pending_stop_reason():
+                reason = stop_reason
                 break
-        self._read(leave=0)
+        self._process_metrics(keep_newest=0)
         self._stepper.close()
         if reason == "completed":
-            self._evaluate_at_the_end()
-        self._save_if_not_saved()
-        # What is still being written in the background is waited for.
-        self._reporter.place(self._state.progress.iteration, "saving a checkpoint")
+            self._run_final_evaluation()
+        self._save_final_checkpoint()
+        # Wait for checkpoints that are written in the background.
+        self._reporter.write_progress(self._state.progress.iteration, "saving a checkpoint")
         self._checkpointer.close()
-        self._report_saved()
+        self._report_saved_checkpoints()
         self._reporter.close()
         return reason
 
-    def _step(self) -> None:
+    def _run_step(self) -> None:
         args, progress = self._args, self._state.progress
-        self._reporter.place(progress.iteration + 1)
+        self._reporter.write_progress(progress.iteration + 1)
         if progress.iteration + 1 in (args.iterations_to_skip or ()):
-            self._stepper.pass_over(self._data.train)
-            self._reporter.say(f"step {progress.iteration}: its data is passed over")
+            self._stepper.skip_step(self._data.train)
+            self._reporter.log(f"step {progress.iteration}: its data is skipped")
             return
-        before = progress.consumed_train_samples
-        numbers, values = self._stepper.train(self._data.train, stop=self._stop.wishes())
-        self._meter.add(progress.consumed_train_samples - before)
-        self._readings.add(numbers, values)
-        if self._sharing is not None and self._sharing.settle():
+        samples_before = progress.consumed_train_samples
+        host_metrics, device_metrics = self._stepper.train(
+            self._data.train, stop=self._stop_request.poll()
+        )
+        self._throughput_meter.count_step(progress.consumed_train_samples - samples_before)
+        self._deferred_metrics.add(host_metrics, device_metrics)
+        if self._balancer is not None and self._balancer.rebalance_microbatches():
             self._data = self._load_data()
         step = progress.iteration
-        logged = step % args.log_interval == 0 or step == self._first_step
-        evaluated = _due(step, args.eval_interval) and step < self._end
-        interval = save_interval(vars(args), progress.consumed_train_samples)
-        saved = bool(args.save) and _due(step, interval)
-        self._read(leave=0 if logged or evaluated or saved else 1)
-        if logged:
-            self._log()
-        if step == self._first_step and (compiling := seconds_spent()) >= 1:
-            self._reporter.say(
-                f"step {step}: {compiling:.0f} s of it were compiling; a later start takes the "
-                "kernels from torch's cache"
+        log_due = step % args.log_interval == 0 or step == self._first_step
+        evaluation_due = _is_due(step, args.eval_interval) and step < self._last_step
+        checkpoint_interval = save_interval_at(vars(args), progress.consumed_train_samples)
+        save_due = bool(args.save) and _is_due(step, checkpoint_interval)
+        self._process_metrics(keep_newest=0 if log_due or evaluation_due or save_due else 1)
+        if log_due:
+            self._log_progress()
+        if step == self._first_step and (compile_seconds := get_compile_seconds()) >= 1:
+            self._reporter.log(
+                f"step {step}: {compile_seconds:.0f} s of it were compiling; a later start takes "
+                "the kernels from torch's cache"
             )
-        if evaluated:
+        if evaluation_due:
             self._evaluate("valid")
-        if saved:
-            self._save()
-        self._report_saved()
+        if save_due:
+            self._save_checkpoint()
+        self._report_saved_checkpoints()
         if args.manual_gc and step % args.manual_gc_interval == 0:
             gc.collect()
 
-    def _read(self, *, leave: int) -> None:
-        """Look at steps that are done. All ranks read the same ones at the same time."""
-        for reading in self._readings.take(leave=leave):
-            self._leave = self._leave or reading.stop
-            self._latest = reading
-            self._skipped += bool(reading.numbers.skipped)
-            if warning := self._watch.observe(reading):
+    def _process_metrics(self, *, keep_newest: int) -> None:
+        """Process the metrics of finished steps: the same steps at the same time on all ranks."""
+        for metrics in self._deferred_metrics.pop_completed(keep_newest=keep_newest):
+            self._stop_reason = self._stop_reason or metrics.stop
+            self._latest_metrics = metrics
+            self._skipped_steps += bool(metrics.host.skipped)
+            if warning := self._loss_monitor.check_step(metrics):
                 self._reporter.warn(warning)
-            self._reporter.scalars(reading)
+            self._reporter.log_scalars(metrics)
 
-    def _log(self) -> None:
-        if self._latest is None:
+    def _log_progress(self) -> None:
+        if self._latest_metrics is None:
             return
-        speed = self._meter.lap()
-        more: dict[str, float | int] = {
-            **self._stepper.further.take(),
-            **self._stepper.routers.take(),
-            **self._tail.take(),
+        throughput = self._throughput_meter.finish_lap()
+        extra_metrics: dict[str, float | int] = {
+            **self._stepper.mtp_losses.pop_averages(),
+            **self._stepper.router_losses.pop_averages(),
+            **self._bounded_statistics.pop_statistics(),
         }
         if self._args.log_params_norm:
-            more["params_norm"] = parameters_norm(self._state.chunks)
+            extra_metrics["params_norm"] = compute_parameters_norm(self._state.chunks)
         if self._args.fp16:
-            more["loss_scale"] = int(self._state.optimizer.get_loss_scale())
-        if self._args.fp16 or self._skipped:
-            more["skipped_steps"], self._skipped = self._skipped, 0
-        self._reporter.progress(self._latest, speed, more)
+            extra_metrics["loss_scale"] = int(self._state.optimizer.get_loss_scale())
+        if self._args.fp16 or self._skipped_steps:
+            extra_metrics["skipped_steps"], self._skipped_steps = self._skipped_steps, 0
+        self._reporter.log_progress(self._latest_metrics, throughput, extra_metrics)
 
-    def _must_leave(self) -> Reason | None:
-        """Whether to end after this step; every rank finds the same answer."""
-        if self._leave is not None:
-            return self._leave
-        if _due(self._state.progress.iteration, self._args.exit_interval):
+    def _pending_stop_reason(self) -> StopReason | None:
+        """Return the reason to end after this step, if any. The result is equal on all ranks."""
+        if self._stop_reason is not None:
+            return self._stop_reason
+        if _is_due(self._state.progress.iteration, self._args.exit_interval):
             return "exit-interval"
         return None
 
@@ -169,56 +182,56 @@ class Trainer:
         data = {"": self._data.valid if split == "valid" else self._data.test}
         if split == "valid" and self._data.validations:
             data = dict(self._data.validations)
-        wanted = {name: one for name, one in data.items() if one is not None}
-        if not wanted or not self._args.eval_iters:
+        iterators = {name: iterator for name, iterator in data.items() if iterator is not None}
+        if not iterators or not self._args.eval_iters:
             return
-        self._reporter.place(self._state.progress.iteration, "evaluating")
-        with self._meter.paused():
-            with gathered(self._args, self._state.chunks):
+        self._reporter.write_progress(self._state.progress.iteration, "evaluating")
+        with self._throughput_meter.pause():
+            with gathered_parameters(self._args, self._state.chunks):
                 losses = {
-                    name: self._stepper.evaluate(one, self._args.eval_iters)
-                    for name, one in wanted.items()
+                    name: self._stepper.evaluate(iterator, self._args.eval_iters)
+                    for name, iterator in iterators.items()
                 }
             progress = self._state.progress
             if split == "valid":
                 progress.consumed_valid_samples += (
                     self._args.eval_iters * self._args.global_batch_size
                 )
-                self._evaluated_at = progress.iteration
+                self._evaluated_step = progress.iteration
             for name, loss in losses.items():
-                self._reporter.evaluation(split, progress.iteration, loss, name)
+                self._reporter.log_evaluation(split, progress.iteration, loss, name)
             if split == "valid":
-                self._answer()
+                self._report_answers()
 
-    def _answer(self) -> None:
-        """Show what the model answers to the prompts that are given."""
+    def _report_answers(self) -> None:
+        """Generate and report the answers to the evaluation prompts."""
         if self.generator is None:
             return
-        with gathered(self._args, self._state.chunks):
-            answers = self.generator.answers()
+        with gathered_parameters(self._args, self._state.chunks):
+            answers = self.generator.generate_answers()
         step = self._state.progress.iteration
         for prompt, answer in zip(self.generator.prompts, answers, strict=True):
-            self._reporter.answer(step, prompt, answer)
+            self._reporter.log_answer(step, prompt, answer)
 
-    def _evaluate_at_the_end(self) -> None:
-        if self._evaluated_at != self._state.progress.iteration:
+    def _run_final_evaluation(self) -> None:
+        if self._evaluated_step != self._state.progress.iteration:
             self._evaluate("valid")
         self._evaluate("test")
 
-    def _save(self) -> None:
-        self._reporter.place(self._state.progress.iteration, "saving a checkpoint")
-        with self._meter.paused(), gathered(self._args, self._state.chunks):
+    def _save_checkpoint(self) -> None:
+        self._reporter.write_progress(self._state.progress.iteration, "saving a checkpoint")
+        with self._throughput_meter.pause(), gathered_parameters(self._args, self._state.chunks):
             self._checkpointer.save(self._state)
-            self._saved_at = self._state.progress.iteration
+            self._saved_step = self._state.progress.iteration
 
-    def _save_if_not_saved(self) -> None:
-        if self._args.save and self._saved_at != self._state.progress.iteration:
-            self._save()
+    def _save_final_checkpoint(self) -> None:
+        if self._args.save and self._saved_step != self._state.progress.iteration:
+            self._save_checkpoint()
 
-    def _report_saved(self) -> None:
+    def _report_saved_checkpoints(self) -> None:
         for saved in self._checkpointer.poll():
-            self._reporter.checkpoint(saved.iteration, saved.path, saved.seconds)
+            self._reporter.log_checkpoint(saved.iteration, saved.path, saved.seconds)
 
 
-def _due(step: int, interval: int | None) -> bool:
+def _is_due(step: int, interval: int | None) -> bool:
     return interval is not None and step % interval == 0

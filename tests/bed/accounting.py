@@ -1,4 +1,4 @@
-"""Accounting of a bed's Slurm: a database, slurmdbd before it, and an account of a user's."""
+"""Accounting of a bed's Slurm: a database, slurmdbd, and an account of a user."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ StorageUser=slurm
 StoragePass=bed
 StorageLoc=slurm
 """
-# Of a bed's own network, which nobody else reaches.
+# Address in the bed's network, which no other process can reach.
 _GRANTS = """\
 CREATE USER slurm@'127.0.0.1' IDENTIFIED BY 'bed';
 CREATE USER slurm@'localhost' IDENTIFIED BY 'bed';
@@ -38,7 +38,7 @@ GRANT ALL ON slurm.* TO slurm@'localhost';
 
 
 def settings(directory: Path) -> Mapping[str, str]:
-    """What slurm.conf says of it; limits of accounts and QOS hold."""
+    """Return the slurm.conf settings that enable accounting and enforce limits."""
     return {
         "AccountingStorageType": "accounting_storage/slurmdbd",
         "AccountingStorageHost": _HERE,
@@ -50,7 +50,7 @@ def settings(directory: Path) -> Mapping[str, str]:
 
 @contextmanager
 def database(directory: Path) -> Iterator[None]:
-    """A database and slurmdbd, before which munged runs."""
+    """Run a database and slurmdbd; munged has to be running."""
     data, grants = directory / "database", directory / "grants.sql"
     grants.write_text(_GRANTS)
     subprocess.run(
@@ -64,8 +64,8 @@ def database(directory: Path) -> Iterator[None]:
     )
     paths = (f"--datadir={data}", f"--socket={directory}/database.sock", f"--init-file={grants}")
     address = (f"--bind-address={_HERE}", f"--port={_DATABASE_PORT}", "--user=root")
-    # What is lost with the machine is lost with the bed.
-    small = ("--innodb-buffer-pool-size=64M", "--innodb-flush-log-at-trx-commit=0")
+    # Data need not outlive the bed.
+    options = ("--innodb-buffer-pool-size=64M", "--innodb-flush-log-at-trx-commit=0")
     configuration = directory / "slurmdbd.conf"
     configuration.touch(mode=0o600)
     configuration.write_text(
@@ -77,10 +77,13 @@ def database(directory: Path) -> Iterator[None]:
             database_port=_DATABASE_PORT,
         )
     )
-    where = {"SLURM_CONF": str(directory / "slurm.conf"), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+    environment = {
+        "SLURM_CONF": str(directory / "slurm.conf"),
+        "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
+    }
     with (
-        _daemon(directory, _DATABASE_PORT, "mariadbd", "--no-defaults", *paths, *address, *small),
-        _daemon(directory, _ACCOUNTING_PORT, "slurmdbd", "-D", environment=where),
+        _daemon(directory, _DATABASE_PORT, "mariadbd", "--no-defaults", *paths, *address, *options),
+        _daemon(directory, _ACCOUNTING_PORT, "slurmdbd", "-D", environment=environment),
     ):
         yield
 

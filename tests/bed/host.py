@@ -1,4 +1,4 @@
-"""One host of the bed: its processes, its sshd, and everything that can go wrong with it."""
+"""One host of the bed: its processes, its sshd, and its simulated faults."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ Subsystem sftp internal-sftp
 
 
 def _installed_in_tmp() -> list[Path]:
-    """This project and its Python where they lie in /tmp, of which every host has its own."""
-    found = {PROJECT, Path(sys.prefix), Path(sys.base_prefix)}
-    in_tmp = sorted(path for path in found if path.is_relative_to("/tmp"))
-    return [path for path in in_tmp if not any(other in path.parents for other in in_tmp)]
+    """Return this project and its Python if they are in /tmp, which is private to every host."""
+    directories = {PROJECT, Path(sys.prefix), Path(sys.base_prefix)}
+    in_tmp = sorted(path for path in directories if path.is_relative_to("/tmp"))
+    return [path for path in in_tmp if not any(parent in path.parents for parent in in_tmp)]
 
 
 @dataclass(frozen=True)
 class HostProcess:
-    """A process of one host, seen from the test: ``pid`` can be signalled from here."""
+    """A process of one host, as seen from the test: ``pid`` can be signalled from here."""
 
     pid: int
     inner_pid: int
@@ -54,7 +54,7 @@ class HostProcess:
     state: str
 
     def environment(self) -> dict[str, str]:
-        """Its initial environment; empty for a process that has gone."""
+        """Return the initial environment; empty if the process has ended."""
         try:
             data = Path(f"/proc/{self.pid}/environ").read_bytes()
         except OSError:
@@ -76,10 +76,10 @@ class Host:
     _unshare: subprocess.Popen[str] | None = None
     _init: int = 0
 
-    # -- life ---------------------------------------------------------------------------------
+    # -- start and end -------------------------------------------------------------------------
 
     def spawn(self, root: str, shared: Sequence[Path], users: Sequence[str]) -> None:
-        """Start the host's first process; :meth:`wait_ready` says when it stands."""
+        """Start the host's first process; :meth:`wait_ready` waits until it is running."""
         environment = {
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "BED_NAME": self.name,
@@ -109,11 +109,11 @@ class Host:
 
     @property
     def pid(self) -> int:
-        """The host's process 1, as seen from the test."""
+        """Pid of the host's process 1, as seen from the test."""
         return self._init
 
     def command(self, *commands: str) -> None:
-        """Have the host's first process do something; :meth:`answers` collects the results."""
+        """Send a command to the host's first process; :meth:`answers` collects the results."""
         stdin = self._process().stdin
         if stdin is None:
             raise RuntimeError(f"{self.name} has no control pipe")
@@ -130,7 +130,7 @@ class Host:
         self.wait_dead()
 
     def cut_power(self) -> None:
-        """The first half of :meth:`kill`, so that many hosts can die side by side."""
+        """Perform the first half of :meth:`kill`, so that many hosts can be ended in parallel."""
         if self._unshare is None:
             return
         if self._init == 0:
@@ -142,7 +142,7 @@ class Host:
     def wait_dead(self) -> None:
         if self._unshare is None:
             return
-        # It waits for process 1, which the kernel ends after all others of its namespace.
+        # unshare waits for process 1, which the kernel ends last in its namespace.
         self._unshare.wait(timeout=30)
         for pipe in (self._unshare.stdin, self._unshare.stdout):
             if pipe is not None:
@@ -161,7 +161,7 @@ class Host:
             log = (self.directory / "init.log").read_text()
             raise RuntimeError(f"{self.name}: expected {expected!r}, got {line!r}\n{log}")
 
-    # -- inside -------------------------------------------------------------------------------
+    # -- commands and processes ----------------------------------------------------------------
 
     def run(
         self,
@@ -171,7 +171,7 @@ class Host:
         check: bool = True,
         env: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command inside the host, as its console would: no network is involved."""
+        """Run a command on the host, as on its console, without the network."""
         return subprocess.run(
             ["nsenter", "-t", str(self._init), "-a", "--", *map(str, argv)],
             input=stdin,
@@ -184,17 +184,17 @@ class Host:
         )
 
     def processes(self) -> list[HostProcess]:
-        """The host's own process table, without its process 1. Zombies have state ``Z``."""
-        own = _namespace(self._init)
-        return [p for p in _all_processes() if _namespace(p.pid) == own and p.inner_pid != 1]
+        """Return the host's process table without its process 1. Zombies have state ``Z``."""
+        namespace = _namespace(self._init)
+        return [p for p in _all_processes() if _namespace(p.pid) == namespace and p.inner_pid != 1]
 
     def find(self, *words: str) -> list[HostProcess]:
-        """The live processes whose command line contains every one of ``words``."""
+        """Return the running processes whose command line contains every one of ``words``."""
         alive = (p for p in self.processes() if p.state != "Z")
         return [p for p in alive if all(word in " ".join(p.argv) for word in words)]
 
     def path(self, inside: str | Path) -> Path:
-        """Where the test sees a file of the host, whatever root the host has."""
+        """Return the path in the test's file system of a file on the host."""
         return Path(f"/proc/{self._init}/root") / str(inside).lstrip("/")
 
     # -- sshd ---------------------------------------------------------------------------------
@@ -206,16 +206,16 @@ class Host:
         (self.directory / "sshd_config").write_text("".join(lines))
 
     def sshd(self) -> HostProcess | None:
-        """The listening sshd, not the sessions it has started."""
+        """Return the listening sshd, without its sessions."""
         inner = int(self.path("/run/sshd.pid").read_text())
-        found = [p for p in self.processes() if p.inner_pid == inner and p.state != "Z"]
-        return found[0] if found else None
+        listeners = [p for p in self.processes() if p.inner_pid == inner and p.state != "Z"]
+        return listeners[0] if listeners else None
 
     def sessions(self) -> list[HostProcess]:
-        """sshd's processes that serve a connection."""
+        """Return sshd's processes that serve a connection."""
         listener = self.sshd()
-        keep = None if listener is None else listener.pid
-        return [p for p in self.find("sshd") if p.pid != keep]
+        listener_pid = None if listener is None else listener.pid
+        return [p for p in self.find("sshd") if p.pid != listener_pid]
 
     def signal_sshd(self, number: signal.Signals) -> None:
         listener = self.sshd()
@@ -224,7 +224,7 @@ class Host:
         os.kill(listener.pid, number)
 
     def stop_sshd(self) -> None:
-        """End the listener and wait until its port is closed; open sessions live on."""
+        """End the listener and wait until its port is closed; open sessions stay alive."""
         self.signal_sshd(signal.SIGKILL)
         _until(lambda: self.sshd() is None, f"sshd of {self.name} did not end")
 
@@ -241,7 +241,7 @@ class Host:
         self.start_sshd(**options)
 
     def wait_banner(self, seconds: float = 20) -> None:
-        """Wait until sshd answers, over the network."""
+        """Wait until sshd answers over the network."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -256,12 +256,12 @@ class Host:
             time.sleep(0.02)
 
     def change_host_key(self) -> None:
-        """Give sshd another host key and tell nobody, as a reinstalled machine would."""
+        """Replace sshd's host key without updating known_hosts, like a reinstalled machine."""
         write_key(self.directory / "hostkey")
         self.restart_sshd()
 
     def skew_clock(self, seconds: int) -> None:
-        """Have every process of later sessions read a clock that is off by ``seconds``."""
+        """Offset the clock of every process of later sessions by ``seconds``."""
         library = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
         self.restart_sshd(
             SetEnv=f"LD_PRELOAD={library} FAKETIME={seconds:+d} DONT_FAKE_MONOTONIC=1"
@@ -270,35 +270,37 @@ class Host:
     # -- network and disk ---------------------------------------------------------------------
 
     def link(self, state: str) -> None:
-        """Pull (``down``) or plug in (``up``) the host's cable."""
+        """Unplug (``down``) or plug in (``up``) the host's cable."""
         subprocess.run(["ip", "link", "set", self.veth, state], check=True)
 
     def drop(self, rule: str = "tcp dport 22") -> None:
-        """Have the host's firewall drop, without an answer, the packets ``rule`` matches."""
+        """Silently drop the packets that match ``rule`` in the host's firewall."""
         table = "add table inet bed"
         chain = "add chain inet bed input { type filter hook input priority 0 ; }"
         self.run(["nft", "-f", "-"], stdin=f"{table}\n{chain}\nadd rule inet bed input {rule} drop")
 
     def lose(self, percent: float) -> None:
-        """Lose that share of the packets that reach the host."""
+        """Drop this share of the packets that reach the host."""
         self.drop(f"numgen random mod 1000 < {round(10 * percent)}")
 
     def shape(self, rate: str, burst: str = "32kb") -> None:
-        """Limit the cable to ``rate`` (tc's spelling, ``10mbit``) in both directions."""
+        """Limit the cable to ``rate`` (in tc's syntax, ``10mbit``) in both directions."""
         bucket = ["root", "tbf", "rate", rate, "burst", burst, "latency", "200ms"]
         subprocess.run(["tc", "qdisc", "replace", "dev", self.veth, *bucket], check=True)
         self.run(["tc", "qdisc", "replace", "dev", "eth0", *bucket])
 
     def bottleneck(self, rate: str, queue: str) -> None:
-        """Limit what comes to the host, at the switch's port, where ``queue`` bytes wait and more
-        is dropped. Both are in tc's spelling."""
-        # Packets of up to 64 KiB are split by a bucket that is smaller, which takes time.
+        """Limit traffic to the host at the switch's port, with a queue of ``queue`` bytes; more is
+        dropped.
+
+        Both are in tc's syntax.
+        """
+        # A smaller bucket would have to split packets, which have up to 64 KiB; this takes time.
         bucket = ["root", "tbf", "rate", rate, "burst", "96kb", "limit", queue]
         subprocess.run(["tc", "qdisc", "replace", "dev", self.veth, *bucket], check=True)
 
     def heal(self) -> None:
-        """Undo what :meth:`link`, :meth:`drop`, :meth:`lose`, :meth:`shape` and
-        :meth:`bottleneck` did."""
+        """Undo :meth:`link`, :meth:`drop`, :meth:`lose`, :meth:`shape` and :meth:`bottleneck`."""
         self.link("up")
         self.run(["nft", "flush", "ruleset"])
         unshaped = ["tc", "qdisc", "del", "dev", self.veth, "root"]
@@ -311,7 +313,7 @@ class Host:
         self.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", path])
 
     def fill_disk(self, path: str | Path) -> None:
-        """Write a file of zeros in ``path``, a :meth:`small_disk`, until nothing fits."""
+        """Write zeros to a file in ``path``, a :meth:`small_disk`, until it is full."""
         if self.run(["stat", "-f", "-c", "%T", path]).stdout.strip() != "tmpfs":
             raise ValueError(f"{path} of {self.name} is not a small disk of the bed")
         self.run(["dd", "if=/dev/zero", f"of={path}/filler", "bs=64k"], check=False)

@@ -1,10 +1,10 @@
-# The first process of a host of the bed. It builds the host's file system view, says "ready", and
-# then does what it reads on stdin, one line each, answering "done". When stdin ends, so does the
-# host: with process 1 its whole pid namespace goes.
+# First process of a host of the bed. It sets up the host's file systems and prints "ready". Then it
+# runs the commands on stdin, one per line, and prints "done" after each. When stdin ends, so does
+# the host, because the end of process 1 ends its whole pid namespace.
 #
-# From its environment: BED_NAME, BED_DIR (this host's files), BED_TOP (the bed's files),
-# BED_ROOT (shared | private), BED_SHARED (directories, one a line), BED_USERS (names, one a line),
-# BED_INSTALLED (directories in /tmp that hold programs every host has, one a line).
+# Environment variables: BED_NAME, BED_DIR (this host's files), BED_TOP (the bed's files),
+# BED_ROOT (shared | private), BED_SHARED (directories, one per line), BED_USERS (names, one per
+# line), BED_INSTALLED (directories in /tmp with programs that every host needs, one per line).
 set -eu
 IFS='
 '
@@ -12,7 +12,7 @@ mount --make-rprivate /
 
 mnt=$BED_DIR/mnt
 mkdir -p "$mnt"
-share_into() { # $1: where the new file system is mounted, $2: the prefix it stands for, $3: what
+share_into() { # $1: mount point of the new file system, $2: prefix it replaces, $3: directories
     for directory in $BED_TOP $3; do
         case $directory/ in "$2"/*) ;; *) continue ;; esac
         mkdir -p "$1${directory#"$2"}"
@@ -26,8 +26,8 @@ if [ "$BED_ROOT" = private ]; then
     mount -t overlay overlay \
         -o "lowerdir=/,upperdir=$mnt/upper,workdir=$mnt/work,xino=off" "$mnt/root"
     root=$mnt/root
-    # What happens to lie in the machine's /tmp is no part of a fresh host, but for programs: the
-    # host sees them and what it writes there stays its own, as elsewhere in its root.
+    # A new host does not contain the files in this machine's /tmp, except for programs. The host
+    # can read these, and its changes to them are private, as elsewhere in its root.
     for directory in $BED_INSTALLED; do
         mkdir -p "$mnt/held$directory"
         mount --bind "$root$directory" "$mnt/held$directory"
@@ -56,24 +56,24 @@ else
 fi
 mount -t tmpfs -o mode=755 tmpfs /run
 mkdir /run/sshd
-# Outside the bed's directory, which only root can enter: sshd reads it as the user who logs in.
+# Outside the bed's directory, which only root can enter: sshd reads the keys as the login user.
 cp "$BED_TOP/identity.pub" /run/authorized_keys
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
-# What root keeps of a host in its home is that host's own.
+# Files about the host in root's home directory are private to each host.
 mkdir -p /root/.cache/flagscale/hosts
 mount -t tmpfs -o mode=700 tmpfs /root/.cache/flagscale/hosts
 hostname "$BED_NAME"
 
-# Files every host has of its own, whoever owns the root below them.
-own() { # $1: the file that is replaced, the new text on stdin
+# Files that differ between hosts, with a shared or a private root.
+replace_file() { # $1: file to replace; its new content is on stdin
     mkdir -p /run/etc
     cat >"/run/etc/${1##*/}"
     mount --bind "/run/etc/${1##*/}" "$1"
 }
-own /etc/hosts <"$BED_TOP/etc_hosts"
-# A name that is not in the file does not exist; asking a name server would take 10 s to say so.
+replace_file /etc/hosts <"$BED_TOP/etc_hosts"
+# Names that are not in the file do not exist; a query to a name server would take 10 s to fail.
 sed 's/^hosts:.*/hosts: files/' /etc/nsswitch.conf >"/run/nsswitch.conf"
-own /etc/nsswitch.conf </run/nsswitch.conf
+replace_file /etc/nsswitch.conf </run/nsswitch.conf
 for file in /root/.bashrc /root/.profile; do
     if [ -e "$file" ]; then mount --bind /dev/null "$file"; fi
 done
@@ -86,7 +86,7 @@ if [ -n "$BED_USERS" ]; then
         chown "$number:100" "/run/home/$user"
         number=$((number + 1))
     done
-    own /etc/passwd </run/passwd
+    replace_file /etc/passwd </run/passwd
     mount --bind /run/home /home
 fi
 

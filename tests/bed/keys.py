@@ -1,4 +1,4 @@
-"""Keys and the files of OpenSSH that hold them."""
+"""SSH keys, and the OpenSSH files that contain them."""
 
 from __future__ import annotations
 

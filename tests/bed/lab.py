@@ -1,4 +1,4 @@
-"""The bed: hosts, the network between them, and the files an SSH user has."""
+"""The bed: hosts, the network between them, and the SSH files of a user."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Root = Literal["shared", "private"]
 
 HUB_NAME = "hub"
 HUB_ADDRESS = "10.77.255.254"
-MOST_HOSTS = 64
+MAX_HOSTS = 64
 
 
 @dataclass
 class Bed:
-    """Some hosts and this test process on one switch, with no way out.
+    """Some hosts and this test process on one switch, without any other network.
 
-    The test itself is the *hub*, the machine a user launches from: it reaches each host by its
-    name and address, with the identity and the known hosts in :attr:`home`.
+    The test is the *hub*, the machine that a user launches from. It reaches each host by its name
+    and address, with the identity and the known hosts in :attr:`home`.
     """
 
     directory: Path
@@ -43,7 +43,7 @@ class Bed:
 
     @property
     def home(self) -> Path:
-        """A home directory whose ``.ssh/config`` reaches every host."""
+        """Home directory whose ``.ssh/config`` reaches every host."""
         return self.directory / "home"
 
     @property
@@ -56,11 +56,11 @@ class Bed:
 
     @property
     def identity(self) -> Path:
-        """The private key that every account of every host accepts."""
+        """Private key that every account of every host accepts."""
         return self.directory / "identity"
 
     def environment(self, **more: str) -> dict[str, str]:
-        """This process's environment with the bed's home and without an SSH agent."""
+        """Return this process's environment with the bed's home and without an SSH agent."""
         inherited = {key: value for key, value in os.environ.items() if key != "SSH_AUTH_SOCK"}
         return {**inherited, "HOME": str(self.home), **more}
 
@@ -76,17 +76,19 @@ class Bed:
         users: Sequence[str] = (),
         fabric: bool = False,
     ) -> Iterator[Bed]:
-        """Build a bed, move this thread onto its network, and take both down again.
+        """Build a bed, move this thread onto its network, and remove both at the end of the block.
 
-        ``root``: ``shared`` hosts see this machine's files (a cluster with a shared file system)
-        but their own /tmp, /run and /dev/shm; ``private`` hosts write to a root of their own.
-        ``shared`` directories are the same on all hosts in either case. ``users`` exist on every
-        host beside root. ``fabric`` gives hosts a second interface, ``fab0``, that the hub is not
-        connected to.
+        Args:
+            root: ``shared``: hosts see this machine's files (a cluster with a shared file system)
+                but have their own /tmp, /run and /dev/shm. ``private``: hosts write to a
+                private root.
+            shared: Directories that are the same on all hosts in either case.
+            users: Users that exist on every host in addition to root.
+            fabric: Give hosts a second interface, ``fab0``, to which the hub is not connected.
         """
         names = [f"h{i:02d}" for i in range(hosts)] if isinstance(hosts, int) else list(hosts)
-        if not 1 <= len(names) <= MOST_HOSTS:
-            raise ValueError(f"a bed has 1 to {MOST_HOSTS} hosts, not {len(names)}")
+        if not 1 <= len(names) <= MAX_HOSTS:
+            raise ValueError(f"a bed has 1 to {MAX_HOSTS} hosts, not {len(names)}")
         bed = cls(directory, [_host(directory, i, n, fabric) for i, n in enumerate(names)])
         bed._write_files()
         path = os.environ.get("PATH")
@@ -107,17 +109,17 @@ class Bed:
     def _write_files(self) -> None:
         self.known_hosts.parent.mkdir(parents=True)
         write_key(self.identity)
-        hosts, known = [f"127.0.0.1 localhost\n{HUB_ADDRESS} {HUB_NAME}\n"], []
+        hosts, known_hosts = [f"127.0.0.1 localhost\n{HUB_ADDRESS} {HUB_NAME}\n"], []
         for host in self.hosts:
             host.directory.mkdir()
             public = write_key(host.directory / "hostkey")
             host.write_sshd_config()
-            known.append(f"{host.name},{host.address} {public}\n")
+            known_hosts.append(f"{host.name},{host.address} {public}\n")
             hosts.append(f"{host.address} {host.name}\n")
             if host.fabric_address:
                 hosts.append(f"{host.fabric_address} {host.name}-fabric\n")
         (self.directory / "etc_hosts").write_text("".join(hosts))
-        self.known_hosts.write_text("".join(known))
+        self.known_hosts.write_text("".join(known_hosts))
         self.ssh_config.write_text(
             f"Host *\n  User root\n  IdentityFile {self.identity}\n  IdentitiesOnly yes\n"
             f"  UserKnownHostsFile {self.known_hosts}\n  GlobalKnownHostsFile /dev/null\n"
@@ -161,7 +163,9 @@ def _host(directory: Path, index: int, name: str, fabric: bool) -> Host:
 
 
 def _cables(host: Host) -> Iterator[str]:
-    """The host's ends of its cables, as ``ip -batch`` lines here and in its ``network`` file."""
+    """Return the host's network interfaces, as ``ip -batch`` lines for here and for its ``network``
+    file.
+    """
     inside = ["link set lo up"]
     cables = [(host.veth, "eth0", "br0", host.address)]
     if host.fabric_address:

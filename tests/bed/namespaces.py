@@ -1,8 +1,8 @@
-"""Moving this thread into namespaces of its own, and back.
+"""Moving this thread into its own namespaces, and back.
 
-Namespaces belong to threads: the calling thread and those it starts afterwards, and every process
-they start, live in the bed's network; the rest of the test process does not notice. That is what
-lets an ordinary ``python -m pytest``, with or without xdist, use a bed for one test and go on.
+Namespaces belong to threads. The calling thread, threads that it starts afterwards and all
+processes that they start are in the bed's network; the rest of the test process is not affected.
+This lets ``python -m pytest``, with or without xdist, use a bed for one test and then continue.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ def _call(name: str, *arguments: int) -> None:
 
 @functools.cache
 def why_not() -> str | None:
-    """Why a bed cannot be built on this machine, or None where it can."""
+    """Return why a bed cannot be built on this machine; None if it can."""
     if os.geteuid() != 0:
         return "needs root"
     missing = [name for name in PROGRAMS if shutil.which(name, path=search_path()) is None]
     if missing:
         return f"no {', '.join(missing)} on this machine (make system)"
-    kinds = ("--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc")
-    # sshd gives up root before it talks to anybody, so another user must exist to become.
-    nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "true")
-    tried = subprocess.run(
-        ["unshare", *kinds, *nobody], capture_output=True, text=True, check=False
+    options = ("--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc")
+    # sshd drops root privileges before it reads network data, so changing the user must work.
+    as_other_user = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "true")
+    result = subprocess.run(
+        ["unshare", *options, *as_other_user], capture_output=True, text=True, check=False
     )
-    if tried.returncode != 0:
-        return f"this machine allows no namespaces: {tried.stderr.strip()}"
+    if result.returncode != 0:
+        return f"this machine allows no namespaces: {result.stderr.strip()}"
     return None
 
 
 def search_path() -> str:
-    """PATH with the system directories, which an ordinary user's lacks."""
+    """Return PATH with the system directories, which an ordinary user's PATH lacks."""
     return os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
 
 
 @contextmanager
 def fresh_network() -> Iterator[None]:
-    """Give this thread an empty network and private mounts for the length of a block."""
+    """Give this thread an empty network and private mounts within the block."""
     network = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     mounts = os.open("/proc/thread-self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     directory = os.open(".", os.O_RDONLY | os.O_CLOEXEC)
@@ -66,8 +66,8 @@ def fresh_network() -> Iterator[None]:
             subprocess.run(["mount", "--make-rprivate", "/"], check=True)
             yield
         finally:
-            # Threads that the block leaves behind share this thread's root and working directory;
-            # the kernel changes a mount namespace only for a thread that shares them with none.
+            # Threads that outlive the block share this thread's root and working directory. The
+            # kernel changes the mount namespace only of a thread that does not share them.
             _call("unshare", CLONE_FS)
             _call("setns", mounts, CLONE_NEWNS)
             _call("setns", network, CLONE_NEWNET)

@@ -1,4 +1,4 @@
-"""A real Slurm on the bed: the controller on the hub, a slurmd on every host."""
+"""A real Slurm on the bed: the controller on the hub, and a slurmd on every host."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ class Slurm:
         return self.directory / "slurm.conf"
 
     def environment(self, **more: str) -> dict[str, str]:
-        """The bed's environment, in which Slurm's commands find this cluster and no other."""
+        """Return the bed's environment, in which Slurm's commands use this cluster."""
         inherited = {k: v for k, v in self.bed.environment().items() if not k.startswith("SLURM_")}
         return {**inherited, "SLURM_CONF": str(self.configuration), **more}
 
     def run(self, *argv: str | Path, check: bool = True) -> str:
-        """A command's standard output."""
-        done = subprocess.run(
+        """Run a command, and return its standard output."""
+        result = subprocess.run(
             [str(word) for word in argv],
             env=self.environment(),
             capture_output=True,
@@ -82,14 +82,15 @@ class Slurm:
             check=False,
             timeout=60,
         )
-        if check and done.returncode:
-            raise RuntimeError(f"{argv[0]} ended with {done.returncode}: {done.stderr}")
-        return done.stdout
+        if check and result.returncode:
+            raise RuntimeError(f"{argv[0]} ended with {result.returncode}: {result.stderr}")
+        return result.stdout
 
     @contextmanager
     def allocation(self, nodes: int, tasks: int, where: str = "") -> Iterator[str]:
-        """The id of a job that holds ``nodes`` hosts for the length of a block, ``where`` if that
-        is said."""
+        """Allocate ``nodes`` hosts within the block, on the nodes ``where`` if given; yields the
+        job id.
+        """
         name = f"allocation-{time.monotonic_ns()}"
         size = [f"--nodes={nodes}", f"--ntasks={tasks}", f"--job-name={name}"]
         size += [f"--nodelist={where}"] if where else []
@@ -101,11 +102,11 @@ class Slurm:
             self.run("scancel", job)
 
     def jobs(self) -> list[str]:
-        """The ids of the jobs that wait, run or are about to end."""
+        """Return the ids of pending, running and ending jobs."""
         return self.run("squeue", "--noheader", "--format=%i").split()
 
     def wait_empty(self, seconds: float = 20) -> None:
-        """Wait until no job is left."""
+        """Wait until all jobs have ended."""
         deadline = time.monotonic() + seconds
         while self.jobs():
             if time.monotonic() > deadline:
@@ -114,8 +115,8 @@ class Slurm:
 
     @contextmanager
     def without_controller(self) -> Iterator[None]:
-        """Have nobody answer for the length of a block; jobs run on."""
-        # Told to end, it saves what it knows.
+        """Stop the controller within the block; jobs continue."""
+        # The controller saves its state on SIGTERM.
         self._controllers[-1].terminate()
         self._controllers[-1].wait()
         try:
@@ -125,15 +126,17 @@ class Slurm:
 
     @contextmanager
     def without_node(self, name: str, *words: str) -> Iterator[None]:
-        """Take a node away for the length of a block, with all that Slurm has there and whatever
-        has any of ``words`` in its command line, and have the controller know it at once, as a
-        monitor of nodes would."""
+        """Remove a node within the block, including its part of Slurm.
+
+        All processes with any of ``words`` in their command line are removed as well. The
+        controller is informed at once, as by a monitor of nodes.
+        """
         host = self.bed[name]
-        there = {p.pid for word in ("slurm", *words) for p in host.find(word)}
-        # None sees another one's end, nor does any other node before the controller knows.
-        _signal(there, signal.SIGSTOP)
+        pids = {p.pid for word in ("slurm", *words) for p in host.find(word)}
+        # Stopped first, so that no node detects the end of another one before the controller does.
+        _signal(pids, signal.SIGSTOP)
         self.run("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
-        _signal(there, signal.SIGKILL)
+        _signal(pids, signal.SIGKILL)
         try:
             yield
         finally:
@@ -142,7 +145,7 @@ class Slurm:
 
     @contextmanager
     def without_daemon(self, name: str) -> Iterator[None]:
-        """Kill a node's slurmd for the length of a block; what it has started runs on."""
+        """Kill a node's slurmd within the block; its jobs continue."""
         host = self.bed[name]
         for process in host.find("slurmd -D"):
             os.kill(process.pid, signal.SIGKILL)
@@ -157,14 +160,14 @@ class Slurm:
 
     def _start_controller(self, *argv: str) -> None:
         with (self.directory / "slurmctld.log").open("ab") as output:
-            made = subprocess.Popen(
+            controller = subprocess.Popen(
                 argv,
                 env=self.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
             )
-        self._controllers.append(made)
+        self._controllers.append(controller)
 
     def _end_controller(self) -> None:
         self._controllers[-1].kill()
@@ -182,15 +185,22 @@ class Slurm:
         accounts: Sequence[str] = (),
         gpus: Sequence[str] = (),
     ) -> Iterator[Slurm]:
-        """Start it on a bed whose hosts have a shared root; every node says it has ``cpus``.
-        ``settings`` go before those above, ``partitions`` stand for the one with all nodes.
-        ``accounts``: commands of sacctmgr's; with any of them it keeps accounts. ``gpus``: what the
-        two GPUs of each host are called, which is a feature of it, too."""
+        """Start Slurm on a bed whose hosts have a shared root.
+
+        Args:
+            cpus: Number of CPUs that every node reports.
+            settings: Lines of slurm.conf that take precedence.
+            partitions: Partitions instead of the one with all nodes.
+            accounts: Commands of sacctmgr; with any of them accounting is enabled.
+            gpus: Type of the two GPUs of each host, which is also a feature of the host.
+        """
         slurm = cls(bed, bed.directory / "slurm")
         directory = slurm.directory
-        kept = accounting.settings(directory) if accounts else {}
+        accounting_settings = accounting.settings(directory) if accounts else {}
         typed = {"GresTypes": "gpu"} if gpus else {}
-        slurm._write_files(cpus, {**kept, **typed, **(settings or {})}, partitions, gpus)
+        slurm._write_files(
+            cpus, {**accounting_settings, **typed, **(settings or {})}, partitions, gpus
+        )
         with ExitStack() as stack:
             munge = ("key-file", "socket", "pid-file", "log-file", "seed-file")
             paths = (f"--{name}={directory}/munge.{_suffix(name)}" for name in munge)
@@ -218,8 +228,8 @@ class Slurm:
         self.directory.mkdir(mode=0o755)
         for name in ("state", *(f"spool-{host}" for host in self.bed.names)):
             (self.directory / name).mkdir()
-        # The hosts see no control groups. Asked for version 1 and none of its controllers, slurmd
-        # looks for none; those that it is asked for it brings into a directory of its own.
+        # The hosts have no control groups. With version 1 and without its controllers, slurmd uses
+        # none; with some of them, it mounts these in a separate directory.
         lines = ["CgroupPlugin=cgroup/v1", "CgroupAutomount=yes"]
         lines.append(f"CgroupMountpoint={self.directory}/cgroup")
         (self.directory / "cgroup").mkdir()
@@ -241,7 +251,7 @@ class Slurm:
             gres.append(f"{name} Name=gpu Type={kind} File={self.directory}/gpu[0-1]\n")
         if gpus:
             for number in range(2):
-                # Slurm wants devices: these are /dev/null's.
+                # Slurm requires device files: these have the device number of /dev/null.
                 os.mknod(self.directory / f"gpu{number}", 0o20666, os.makedev(1, 3))
             (self.directory / "gres.conf").write_text("".join(gres))
         lines += [f"{partition}\n" for partition in partitions]
@@ -260,7 +270,7 @@ class Slurm:
         try:
             yield
         finally:
-            # Its state is of this bed alone, and what runs inside a host ends with the host.
+            # Its state belongs to this bed only, and processes inside a host end with the host.
             process.kill()
             process.wait()
 
@@ -272,8 +282,8 @@ class Slurm:
             time.sleep(0.1)
 
     def _idle(self) -> int:
-        shown = self.run("sinfo", "--noheader", "--Node", "--format=%N %t", check=False)
-        return len({line for line in shown.splitlines() if line.endswith(" idle")})
+        states = self.run("sinfo", "--noheader", "--Node", "--format=%N %t", check=False)
+        return len({line for line in states.splitlines() if line.endswith(" idle")})
 
     def _logs(self) -> str:
         logs: Sequence[Path] = sorted(self.directory.glob("*.log"))
@@ -281,7 +291,7 @@ class Slurm:
 
 
 def _suffix(name: str) -> str:
-    """``munge.sock`` for ``socket``, ``munge.log`` for ``log-file``."""
+    """Return ``munge.sock`` for ``socket``, and ``munge.log`` for ``log-file``."""
     return "sock" if name == "socket" else name.removesuffix("-file")
 
 
@@ -294,7 +304,7 @@ def _until_exists(path: Path, seconds: float = 10) -> None:
 
 
 def _signal(pids: Iterable[int], number: int) -> None:
-    """Send a signal to those of ``pids`` that are still there."""
+    """Send a signal to those of ``pids`` that are running."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)

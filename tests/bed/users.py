@@ -1,4 +1,4 @@
-"""An ordinary user of a bed: root is special to schedulers, and sees what nobody else does."""
+"""An ordinary user of a bed, because root is special to schedulers and can read everything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PYTHONS = (sys.prefix, sys.base_prefix)
 
 @dataclass(frozen=True)
 class User:
-    """A user that the hub and all hosts know; ``under`` runs a command as this one."""
+    """A user of the hub and all hosts; ``under`` runs a command as this user."""
 
     name: str = "learner"
     uid: int = 2000
@@ -32,7 +32,7 @@ class User:
         return ["setpriv", f"--reuid={self.uid}", f"--regid={self.gid}", "--clear-groups"]
 
     def do(self, function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What a function returns, called as this user in a process of its own."""
+        """Return the result of a function that is called as this user in its own process."""
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
@@ -41,39 +41,44 @@ class User:
                 os.setresgid(self.gid, self.gid, self.gid)
                 os.setresuid(self.uid, self.uid, self.uid)
                 text = json.dumps(function())
-            except BaseException as error:  # noqa: BLE001 - told, and raised there
-                text = json.dumps({"error": f"{traceback.format_exc()}{_why_not(error)}"})
+            except BaseException as error:  # noqa: BLE001 - sent to the parent, and raised there
+                text = json.dumps(
+                    {"error": f"{traceback.format_exc()}{_explain_permission_error(error)}"}
+                )
             os.write(writer, text.encode())
             os._exit(0)
         os.close(writer)
         with os.fdopen(reader) as pipe:
             text = pipe.read()
         os.waitpid(child, 0)
-        found = dict(json.loads(text))
-        if "error" in found:
-            raise RuntimeError(found["error"])
-        return found
+        reply = dict(json.loads(text))
+        if "error" in reply:
+            raise RuntimeError(reply["error"])
+        return reply
 
 
-def _why_not(error: BaseException) -> str:
-    """Of what may not be read: who asks, and whose each part of the way there is."""
+def _explain_permission_error(error: BaseException) -> str:
+    """Return the user, and the owner of each directory of a path that is not readable."""
     if not isinstance(error, PermissionError) or error.filename is None:
         return ""
     lines = [f"asked by {os.getresuid()}, {os.getresgid()}, {os.getgroups()}"]
     path = Path(error.filename)
     for part in (path, *path.parents):
         try:
-            found = part.stat()
-            lines.append(f"{part}: {found.st_mode:o}, {found.st_uid}:{found.st_gid}")
-        except OSError as unseen:
-            lines.append(str(unseen))
+            status = part.stat()
+            lines.append(f"{part}: {status.st_mode:o}, {status.st_uid}:{status.st_gid}")
+        except OSError as stat_error:
+            lines.append(str(stat_error))
     return "\n".join(lines)
 
 
 @contextmanager
 def known_user(directory: Path, user: User) -> Iterator[User]:
-    """Make the user known on this machine and on the hosts that are started in the block, and let
-    it run this project and its Python, though they may lie in a home that is root's alone."""
+    """Create the user on this machine and on the hosts that are started within the block.
+
+    The user may run this project and its Python, even if they are in a home that only root can
+    read.
+    """
     with fresh_network():
         passwd = directory / "passwd"
         entry = f"{user.name}:x:{user.uid}:{user.gid}::/nonexistent:/bin/sh\n"
@@ -89,13 +94,13 @@ def known_user(directory: Path, user: User) -> Iterator[User]:
 
 
 def _outermost(paths: Iterable[Path]) -> list[Path]:
-    """Without those that lie in another one."""
-    every = sorted(paths)
-    return [path for path in every if not any(parent in every for parent in path.parents)]
+    """Return the paths that are not below another path of the list."""
+    ordered = sorted(paths)
+    return [path for path in ordered if not any(parent in ordered for parent in path.parents)]
 
 
 def _closed_above(path: Path) -> Path | None:
-    """The first directory on the way to a path that others may not enter."""
+    """Return the first directory of a path that other users may not enter."""
     for parent in reversed(path.parents):
         if not parent.stat().st_mode & 0o001:
             return parent
@@ -103,13 +108,13 @@ def _closed_above(path: Path) -> Path | None:
 
 
 def _show_only(above: Path, paths: list[Path], directory: Path) -> None:
-    """Have everybody find these paths, and nothing else that is below a closed directory."""
-    held = [directory / f"held-{above.name}-{number}" for number in range(len(paths))]
-    for path, place in zip(paths, held, strict=True):
+    """Make these paths accessible for all users, and nothing else below a closed directory."""
+    mount_points = [directory / f"held-{above.name}-{number}" for number in range(len(paths))]
+    for path, place in zip(paths, mount_points, strict=True):
         place.mkdir()
         _mount("--bind", path, place)
     _mount("-t", "tmpfs", "-o", "mode=755", "tmpfs", above)
-    for path, place in zip(paths, held, strict=True):
+    for path, place in zip(paths, mount_points, strict=True):
         path.mkdir(parents=True)
         _mount("--bind", place, path)
 

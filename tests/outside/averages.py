@@ -1,7 +1,7 @@
-"""A package of somebody else's: a family of models, which tests install as ``averages``.
+"""A third-party package with a model family, which tests install as ``averages``.
 
-A token's prediction is made of the mean of all tokens before it. There are no layers of
-megatron.core's in it, and so nothing that could be split over ranks.
+A token is predicted from the mean of all tokens before it. The model has no layers of
+megatron.core, and nothing that could be split over ranks.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from flagscale.config.arguments.precision import Broken, Values
-from flagscale.train.models.base import Chunk, DataKind, ModelSpec
+from flagscale.config.arguments.spec.argument import Values, Violation
+from flagscale.train.models.base import ChunkSpec, DatasetSpec, ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 class Averages(ModelSpec):
     title = "a model of averages"
 
-    def broken(self, values: Values) -> Iterator[Broken]:
+    def broken(self, values: Values) -> Iterator[Violation]:
         name = "untie_embeddings_and_output_weights"
         if not values[name]:
             yield name, f"false: {self.title} has an output of its own; write true"
 
-    def build(self, args: Namespace, config: Any, chunk: Chunk) -> torch.nn.Module:
+    def build(self, args: Namespace, config: Any, chunk: ChunkSpec) -> torch.nn.Module:
         from averages_model import Model
 
         return Model(args, config, chunk.vocabulary)
 
-    def data(self, args: Namespace, tokenizer: Tokenizer) -> DataKind:
+    def data(self, args: Namespace, tokenizer: Tokenizer) -> DatasetSpec:
         from flagscale.train.models.gpt import Gpt
 
         return Gpt().data(args, tokenizer)

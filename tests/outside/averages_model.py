@@ -19,7 +19,7 @@ class Model(MegatronModule):
         self.output = torch.nn.Linear(args.hidden_size, vocabulary, bias=False)
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """There is no stage before."""
+        """Do nothing: there is no previous stage."""
 
     def forward(self, input_ids: Any, position_ids: Any, attention_mask: Any, labels: Any) -> Any:
         words = self.words(input_ids)

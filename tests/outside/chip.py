@@ -1,7 +1,7 @@
-"""A package of somebody else's: a kind of chip, which tests install under the name ``demo``.
+"""A third-party package with a device type, which tests install under the name ``demo``.
 
-It is the CPU under another name. A host has as many as there are files in a directory of the host's
-name, in ``chips`` beside this file; ``DEMO_VISIBLE_DEVICES`` hides the others.
+The device is the CPU under another name. A host has one device per file in a directory with the
+host's name, in ``chips`` next to this file; ``DEMO_VISIBLE_DEVICES`` hides devices.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ class Demo(Cpu):
     torch_type = "cpu"
     visible_variable = "DEMO_VISIBLE_DEVICES"
     host_types = ("Demo-9000",)
-    present = f'[[ -d {shlex.quote(str(CHIPS))}/"$HOSTNAME" ]]'
-    look = f"""\
+    presence_condition = f'[[ -d {shlex.quote(str(CHIPS))}/"$HOSTNAME" ]]'
+    count_script = f"""\
 devices=({shlex.quote(str(CHIPS))}/"$HOSTNAME"/*)
 count=${{#devices[@]}}
 product='Demo 9000'
 """
-    defaults: ClassVar[Mapping[str, str]] = {"DEMO_READY": "it's"}
-    defaults_reason = "As its maker says."
-    count = Accelerator.count
+    default_variables: ClassVar[Mapping[str, str]] = {"DEMO_READY": "it's"}
+    default_variables_reason = "As its maker says."
+    count_devices = Accelerator.count_devices
 
-    def visible(self) -> int:
+    def count_visible(self) -> int:
         listed = os.environ.get("DEMO_VISIBLE_DEVICES")
-        return self.count() if listed is None else len(listed.split(","))
+        return self.count_devices() if listed is None else len(listed.split(","))
 
-    def missing(self) -> str | None:
-        return None if self.visible() else "no Demo device is visible"
+    def explain_unavailable(self) -> str | None:
+        return None if self.count_visible() else "no Demo device is visible"
 
     def select(self, local_rank: int) -> torch.device:
-        if local_rank >= self.visible():
+        if local_rank >= self.count_visible():
             raise ConfigError(f"local rank {local_rank} has no Demo device")
         return super().select(local_rank)
 
-    def product(self, device: torch.device) -> str:
+    def product_name(self, device: torch.device) -> str:
         return "Demo 9000"
 
     def peak_tflops(self, product: str) -> float | None:

@@ -1,8 +1,8 @@
-"""A package of somebody else's: a runner whose hosts are the cells of a queue on this machine.
+"""A third-party package with a runner whose hosts are the cells of a queue on this machine.
 
-Tests install it under the name ``mine``. Jobs are files in the directory that the YAML gives as
-``experiment.runner.mine.queue``; a worker, ``python -m queued DIRECTORY``, runs each and writes
-down its exit code. What is here is all that a scheduler needs of its own.
+Tests install it under the name ``mine``. Jobs are files in the directory
+``experiment.runner.mine.queue``; a worker, ``python -m queued DIRECTORY``, runs each and records
+its exit code. This is everything that a scheduler has to implement.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from flagscale.errors import ConfigError, Problem, RunStateError
 from flagscale.files import read_json, write_atomic, write_json
 from flagscale.hosts import processes
 from flagscale.hosts.hostfile import Host
-from flagscale.hosts.processes import Swept
+from flagscale.hosts.processes import KilledProcesses
 from flagscale.launcher import snapshot
-from flagscale.launcher.plan_builder import unprobed_plan
+from flagscale.launcher.plan_builder import build_unprobed_plan
 from flagscale.launcher.planning.model import HostPlan, LaunchPlan, RunnerHandle
 from flagscale.launcher.planning.script import render
 from flagscale.launcher.preflight.checks import Check
-from flagscale.launcher.runners.base import Prepared, Texts
-from flagscale.launcher.snapshot import Seen, Snapshot
+from flagscale.launcher.runners.base import ConfigTexts, PreparedRun
+from flagscale.launcher.snapshot import HostObservation, Snapshot
 from flagscale.launcher.state import (
     RunState,
     alive_message,
-    keep_plan,
     load_state,
+    make_state,
+    save_plan,
     start_lock,
-    state_of,
 )
-from flagscale.launcher.stop_result import Stopped, record_stop
+from flagscale.launcher.stop_result import StopResult, record_stop
 
 WORKER = "worker"
 
@@ -50,27 +50,27 @@ class QueueRunner:
             raise ConfigError(Problem("experiment.runner.mine.queue", "is required"))
         count = experiment.runner.nnodes or 1
         cells = [Host(f"cell-{n}", addr=f"127.0.0.{n + 1}") for n in range(count)]
-        return unprobed_plan(experiment, cells, RunnerHandle("mine", settings), here=False)
+        return build_unprobed_plan(experiment, cells, RunnerHandle("mine", settings), here=False)
 
     @contextmanager
     def prepare(
         self, experiment: Experiment, *, checking: bool, fresh: bool = False
-    ) -> Iterator[Prepared]:
-        made = self.plan(experiment)
-        there = Path(made.runner.handle["queue"], WORKER).exists()
-        checks = [Check("worker", there, "waits for jobs" if there else "there is none")]
-        yield Prepared(made, checks if checking else [])
+    ) -> Iterator[PreparedRun]:
+        plan = self.plan(experiment)
+        has_worker = Path(plan.runner.handle["queue"], WORKER).exists()
+        checks = [Check("worker", has_worker, "waits for jobs" if has_worker else "there is none")]
+        yield PreparedRun(plan, checks if checking else [])
 
-    def submit(self, plan: LaunchPlan, texts: Texts, *, foreground: bool) -> RunState:
+    def submit(self, plan: LaunchPlan, texts: ConfigTexts, *, foreground: bool) -> RunState:
         with start_lock(plan.layout):
             previous = load_state(plan.layout.state)
             if previous is not None and not self.ended(previous):
                 message, hint = alive_message(previous)
                 raise RunStateError(message, hint=hint)
-            keep_plan(plan, texts.config, texts.overrides)
+            save_plan(plan, texts.config, texts.overrides)
             jobs = [f"{plan.run_id}.{host.node_rank}" for host in plan.hosts]
             runner = RunnerHandle("mine", {**plan.runner.handle, "jobs": jobs})
-            state = replace(state_of(plan), runner=runner)
+            state = replace(make_state(plan), runner=runner)
             state.save(plan.layout.state)
             for host, job in zip(plan.hosts, _jobs(state), strict=True):
                 write_atomic(host.script, render(plan, host), mode=0o700)
@@ -81,33 +81,38 @@ class QueueRunner:
         return state
 
     def query(self, state: RunState, *, with_lines: bool = False) -> Snapshot:
-        seen = {n: Seen("" if _code(job) is not None else "script") for n, job in _each(state)}
-        return snapshot.take(state, seen, with_lines=with_lines)
+        observations = {
+            n: HostObservation("" if _exit_code(job) is not None else "script")
+            for n, job in _numbered_jobs(state)
+        }
+        return snapshot.take_snapshot(state, observations, with_lines=with_lines)
 
     def bring_output(self, state: RunState) -> None:
         pass
 
     def ended(self, state: RunState, *, any_host: bool = False) -> bool:
-        gone = [_code(job) is not None for job in _jobs(state)]
-        return any(gone) if any_host else all(gone)
+        ended = [_exit_code(job) is not None for job in _jobs(state)]
+        return any(ended) if any_host else all(ended)
 
     def rank_count(self, state: RunState) -> int:
-        return len(processes.ranks(processes.members(state.run_id)))
+        return len(processes.find_ranks(processes.find_run_processes(state.run_id)))
 
     def wait(self, state: RunState) -> int:
         while not self.ended(state):
             time.sleep(processes.POLL_SECONDS)
-        return max(_code(job) or 0 for job in _jobs(state))
+        return max(_exit_code(job) or 0 for job in _jobs(state))
 
-    def stop(self, state: RunState) -> Stopped:
-        living = {state.hosts[n].name: job for n, job in _each(state) if _code(job) is None}
-        if not living:
-            return Stopped()
+    def stop(self, state: RunState) -> StopResult:
+        active_jobs = {
+            state.hosts[n].name: job for n, job in _numbered_jobs(state) if _exit_code(job) is None
+        }
+        if not active_jobs:
+            return StopResult()
         unrecorded = record_stop(replace(state, stop_requested=round(time.time(), 3)))
-        for job in living.values():
+        for job in active_jobs.values():
             job.with_suffix(".cancel").touch()
         self.wait(state)
-        return Stopped({name: Swept() for name in living}, unrecorded=unrecorded)
+        return StopResult({name: KilledProcesses() for name in active_jobs}, unrecorded=unrecorded)
 
     def close(self) -> None:
         pass
@@ -128,24 +133,24 @@ def _jobs(state: RunState) -> list[Path]:
     return [Path(handle["queue"], f"{job}.job") for job in handle["jobs"]]
 
 
-def _each(state: RunState) -> Iterator[tuple[int, Path]]:
+def _numbered_jobs(state: RunState) -> Iterator[tuple[int, Path]]:
     return enumerate(_jobs(state))
 
 
-def _code(job: Path) -> int | None:
-    """The exit code of a job; None while it waits or runs."""
+def _exit_code(job: Path) -> int | None:
+    """Return the exit code of a job; None while it is pending or running."""
     record = read_json(job.with_suffix(".exit"))
     return None if record is None else int(record["code"])
 
 
 def work(queue: Path) -> None:
-    """Run the jobs of a queue, until this process is ended."""
+    """Run the jobs of a queue until this process is ended."""
     running: dict[Path, subprocess.Popen[bytes]] = {}
     (queue / WORKER).touch()
     while True:
         for job in queue.glob("*.job"):
             if job not in running:
-                running[job] = _begin(read_json(job) or {})
+                running[job] = _start_job(read_json(job) or {})
             child = running[job]
             cancel, ended = job.with_suffix(".cancel"), job.with_suffix(".exit")
             if cancel.exists() and child.poll() is None:
@@ -156,7 +161,7 @@ def work(queue: Path) -> None:
         time.sleep(processes.POLL_SECONDS)
 
 
-def _begin(job: dict[str, Any]) -> subprocess.Popen[bytes]:
+def _start_job(job: dict[str, Any]) -> subprocess.Popen[bytes]:
     Path(job["run_dir"]).mkdir(parents=True, exist_ok=True)
     with Path(job["output"]).open("ab") as output:
         return subprocess.Popen(

@@ -1,7 +1,7 @@
-"""A package of somebody else's: a way to reach hosts, which tests install under the name ``box``.
+"""A third-party package with a connection type, which tests install under the name ``box``.
 
-Its hosts are this machine, entered by an ``env`` that tells every program where it is; a journal
-beside this file has a line for each.
+Its hosts are this machine. Every program runs under an ``env`` that sets the host's name, and is
+recorded as a line of a journal next to this file.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flagscale.hosts.executor import Endpoint, OnOutput, Result
-from flagscale.hosts.local import LocalExecutor
+from flagscale.hosts.connection import CommandResult, Endpoint, OutputCallback
+from flagscale.hosts.local import LocalConnection
 
 JOURNAL = Path(__file__).with_name("journal")
 
@@ -31,7 +31,7 @@ class BoxExecutor:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def run_script(self, script: str, *, timeout: float | None = 60) -> Result:
+    def run_script(self, script: str, *, timeout: float | None = 60) -> CommandResult:
         argv = ["bash", "-c", 'eval "$(cat)"', "box"]
         return self.run(argv, stdin=script.encode(), timeout=timeout)
 
@@ -41,12 +41,12 @@ class BoxExecutor:
         *,
         stdin: bytes = b"",
         timeout: float | None = 60,
-        on_stdout: OnOutput | None = None,
-        on_stderr: OnOutput | None = None,
-    ) -> Result:
+        on_stdout: OutputCallback | None = None,
+        on_stderr: OutputCallback | None = None,
+    ) -> CommandResult:
         with JOURNAL.open("a", encoding="utf-8") as journal:
             journal.write(f"{self.name}\n")
-        return LocalExecutor(self.name).run(
+        return LocalConnection(self.name).run(
             ["env", f"BOX={self.name}", *argv],
             stdin=stdin,
             timeout=timeout,

@@ -9,6 +9,6 @@ from flagscale.bench.collectives.spec import BenchSpec
 
 
 def parse_spec(words: Sequence[str], *, keeps: bool = True) -> BenchSpec:
-    """The one run that a command line describes."""
+    """Return the spec of a command line that describes a single run."""
     (spec,) = read_specs(words, keeps=keeps)
     return spec

@@ -1,4 +1,4 @@
-"""Conversations and a tokenizer with a chat template, for tests."""
+"""Test data: conversations, and a tokenizer with a chat template."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHATML = (
     "{%- endfor %}\n"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}\n"
 )
-# As templates of models that think: of earlier answers the thoughts are left out.
+# Like the templates of reasoning models, which omit the reasoning of earlier answers.
 THINKING = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
@@ -30,11 +30,11 @@ WORDS = ("abandon", "bring", "copper", "dwell", "eager", "fathom", "gather", "ho
 
 
 def write_tokenizer(path: Path, template: str | None = CHATML, vocabulary: int = 300) -> Path:
-    """A directory of Hugging Face with a small tokenizer, and a template."""
+    """Write a Hugging Face directory with a small tokenizer and a chat template."""
     from flagscale.train.data import train_bpe
 
     settings = train_bpe.BpeSettings(vocabulary, SPECIAL)
-    train_bpe.train([" ".join(WORDS) * 20], settings).save(_in(path, "tokenizer.json"))
+    train_bpe.train_tokenizer([" ".join(WORDS) * 20], settings).save(_in(path, "tokenizer.json"))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
@@ -51,30 +51,32 @@ def _in(path: Path, name: str) -> str:
     return str(path / name)
 
 
-def talk(turns: int, words: int, seed: int) -> list[dict[str, str]]:
-    """Messages of a conversation; each turn is a question and an answer."""
+def make_conversation(turns: int, words: int, seed: int) -> list[dict[str, str]]:
+    """Return the messages of a conversation; each turn is a question and an answer."""
     generator = random.Random(seed)
-    said = [
+    content = [
         " ".join(generator.choices(WORDS, k=generator.randint(1, words))) for _ in range(2 * turns)
     ]
     roles = ("user", "assistant") * turns
-    return [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+    return [{"role": role, "content": text} for role, text in zip(roles, content, strict=True)]
 
 
 def write_lines(path: Path, records: Iterable[Any]) -> Path:
-    """A file of JSON lines."""
+    """Write a file of JSON lines."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
 
 
-def write_talks(path: Path, count: int, *, words: int = 12, seed: int = 0) -> Path:
-    """A file of conversations of one to three turns."""
-    talks = (talk(1 + index % 3, words, seed * 100_000 + index) for index in range(count))
-    return write_lines(path, ({"messages": messages} for messages in talks))
+def write_conversations(path: Path, count: int, *, words: int = 12, seed: int = 0) -> Path:
+    """Write a file of conversations of one to three turns."""
+    conversations = (
+        make_conversation(1 + index % 3, words, seed * 100_000 + index) for index in range(count)
+    )
+    return write_lines(path, ({"messages": messages} for messages in conversations))
 
 
 def write_model(path: Path) -> Path:
-    """A directory of Hugging Face: a small random Qwen3, of 32-bit numbers, and its tokenizer."""
+    """Write a Hugging Face directory with a small random Qwen3 model in fp32 and its tokenizer."""
     import torch
     import transformers
 

@@ -1,7 +1,7 @@
-"""Programs of tests in C++, compiled with or without a sanitizer.
+"""Compilation of C++ test programs, with or without a sanitizer.
 
-Compiling takes longer than running, so objects are shared by programs and kept in the user's cache
-for as long as nothing that they are made of has changed.
+Compiling takes longer than running. Objects are shared by programs and cached in the user's
+cache directory until one of their inputs changes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ BUILDS = {
     "fast": ("-O2",),
     "plain": ("-O1",),
     "threads": ("-O1", "-fsanitize=thread"),
-    # Unoptimised: checking for undefined behaviour makes the optimiser very slow. Whether an object
-    # is of its type is asked by means of a pipe, and taken for wrong where no descriptor is left.
+    # Unoptimised, because checks for undefined behaviour make the optimiser very slow. The vptr
+    # check uses a pipe and reports a false error if no descriptor is left.
     "memory": (
-        *("-O0", "-fsanitize=address,undefined", "-fno-sanitize=vptr"),
+        "-O0",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize=vptr",
         "-fno-sanitize-recover=all",
     ),
 }
 COMPILER = ("g++", "-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-pthread")
 
 
-def program(build: str, sources: Sequence[Path], *, include: Path, reads: Iterable[Path]) -> Path:
-    """The program of ``sources``, of which the first one is the test.
+def compile_program(
+    build: str, sources: Sequence[Path], *, include: Path, reads: Iterable[Path]
+) -> Path:
+    """Compile ``sources``, the first of which is the test, and return the program.
 
     ``build`` is one of :data:`BUILDS`; ``reads`` are all files that a source may include.
     """
@@ -40,26 +44,26 @@ def program(build: str, sources: Sequence[Path], *, include: Path, reads: Iterab
     for source in sources:
         digest = common.copy()
         digest.update(source.read_bytes())
-        made = cache / f"{source.parent.name}-{source.stem}-{build}-{digest.hexdigest()[:16]}.o"
-        _make(made, build, "-c", f"-I{include}", source)
-        objects.append(made)
+        output = cache / f"{source.parent.name}-{source.stem}-{build}-{digest.hexdigest()[:16]}.o"
+        _compile(output, build, "-c", f"-I{include}", source)
+        objects.append(output)
     names = " ".join(path.name for path in objects)
     digest = hashlib.sha256(names.encode())
-    made = cache / f"{sources[0].stem}-{build}-{digest.hexdigest()[:16]}"
-    _make(made, build, *objects)
-    return made
+    output = cache / f"{sources[0].stem}-{build}-{digest.hexdigest()[:16]}"
+    _compile(output, build, *objects)
+    return output
 
 
-def _make(made: Path, build: str, *what: str | Path) -> None:
-    """Have the compiler make a file, unless it is there; what it replaces goes."""
-    if made.exists():
+def _compile(output: Path, build: str, *arguments: str | Path) -> None:
+    """Compile a file unless it exists, and delete its previous versions."""
+    if output.exists():
         return
-    made.parent.mkdir(parents=True, exist_ok=True)
-    name = made.name.removesuffix(".o").rpartition("-")[0]
-    for old in made.parent.glob(f"{name}-{'[0-9a-f]' * 16}{made.suffix}"):
+    output.parent.mkdir(parents=True, exist_ok=True)
+    name = output.name.removesuffix(".o").rpartition("-")[0]
+    for old in output.parent.glob(f"{name}-{'[0-9a-f]' * 16}{output.suffix}"):
         old.unlink(missing_ok=True)
-    # Other workers may be making it, too.
-    part = made.with_name(f"{os.getpid()}-{made.name}")
-    command = [*COMPILER, *BUILDS[build], *map(str, what), "-o", str(part)]
+    # Other pytest workers may compile it at the same time.
+    temporary = output.with_name(f"{os.getpid()}-{output.name}")
+    command = [*COMPILER, *BUILDS[build], *map(str, arguments), "-o", str(temporary)]
     subprocess.run(command, check=True, timeout=500)
-    part.rename(made)
+    temporary.rename(output)

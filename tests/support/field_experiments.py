@@ -1,8 +1,9 @@
-"""What the field's experiments ask for, as tables: keys and values alone, by the experiment.
+"""Settings of published FlagScale experiments, as keys and values, for tests that plan them.
 
-A YAML of FlagScale says for a model of some billions of weights how it is trained on hosts of eight
-devices. What nearly all say is ``BASE`` (or ``PLAIN``); an entry says what it says otherwise, and
-``None`` that it does not say it. Paths, which people fill in, are of a workspace.
+Each experiment is a YAML that trains a model of some billions of parameters on hosts with eight
+devices. ``BASE`` (or ``PLAIN``) contains the settings that nearly all of them share. An entry lists
+its differences; ``None`` means that the key is absent. Paths, which users fill in, are relative to
+a workspace.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from support.field_sections import (
 
 
 class Case(NamedTuple):
-    """An experiment, what becomes of it, and the ranks that it is planned for."""
+    """An experiment, its expected outcome, and the number of ranks that it is planned for."""
 
     train: Values
     ranks: int = 8
     program: str = "flagscale/train/train_gpt.py"
     runner: Values | None = None
-    """Beside the number of hosts."""
+    """Keys of the runner section in addition to the number of hosts."""
     backend: str = "megatron"
     tuned: Values | None = None
     """The section ``auto_tuner``."""
     refused: tuple[str, ...] = ()
-    """A part of each refusal; none where it dry-runs."""
+    """Part of each expected error message; empty if the dry run succeeds."""
 
 
 _SPACE: Values = {"space": {"tensor_model_parallel_size": [1, 2, 4, 8]}, "control": {"max_time": 9}}
@@ -65,8 +66,8 @@ _AQUILA_MESHES: Values = {
     "lr_wsd_decay_style": "cosine",
 }
 _STAGES: Values = {
-    f"recompute_{what}_per_stage_micro_batch": [[1, 30, 0, 2, 0]] * 3
-    for what in ("granularity", "method", "num_layers")
+    f"recompute_{option}_per_stage_micro_batch": [[1, 30, 0, 2, 0]] * 3
+    for option in ("granularity", "method", "num_layers")
 }
 EXPERIMENTS: dict[str, Case] = {
     "aquila": Case(_AQUILA_8B),
@@ -250,4 +251,4 @@ EXPERIMENTS: dict[str, Case] = {
         refused=("'robotics' cannot be given: it is FlagScale's trainer", "no file"),
     ),
 }
-"""By what they train."""
+"""Experiments by model and variant."""

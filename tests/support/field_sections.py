@@ -1,4 +1,4 @@
-"""What many of the field's experiments say alike: keys and values alone, by what they are about."""
+"""Settings that many published FlagScale experiments share, grouped by topic."""
 
 from __future__ import annotations
 

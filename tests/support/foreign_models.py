@@ -1,4 +1,4 @@
-"""Tiny random models of Hugging Face, made by transformers, with their logits."""
+"""Tiny random Hugging Face models, created by transformers, and their logits."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ YARN = {
     "beta_fast": 32,
     "beta_slow": 1,
 }
-# Weights of experts that do not add up to 1 and sharp attention: fp32 itself is 7e-6 off with 0.3.
+# With an initializer range of 0.3, the error of fp32 is 7e-6, because expert weights do not add up
+# to 1 and attention is sharp.
 _V2 = {
     "q_lora_rank": None,
     "n_shared_experts": 2,
@@ -74,8 +75,8 @@ _QWEN_EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_s
 
 
 @dataclass(frozen=True)
-class Tiny:
-    """A model of transformers: its configuration's class and what that is given."""
+class TinyModel:
+    """A model of transformers: the class of its configuration and the values for it."""
 
     kind: str
     more: Mapping[str, Any] = field(default_factory=dict)
@@ -83,19 +84,19 @@ class Tiny:
     def config(self) -> Any:
         import transformers
 
-        given = {"rms_norm_eps": 1e-6, **_COMMON, **self.more}
+        values = {"rms_norm_eps": 1e-6, **_COMMON, **self.more}
         if self.kind == "GPT2":
             names = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 130}
-            given = {**names, "initializer_range": 0.3, **self.more}
-        return getattr(transformers, f"{self.kind}Config")(**given)
+            values = {**names, "initializer_range": 0.3, **self.more}
+        return getattr(transformers, f"{self.kind}Config")(**values)
 
 
 MODELS = {
-    "llama": Tiny("Llama", {"rope_scaling": LLAMA3, "rope_theta": 500000.0}),
-    "llama-tied": Tiny("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
-    "llama-biases": Tiny("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
-    "llama-linear": Tiny("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
-    "qwen2": Tiny(
+    "llama": TinyModel("Llama", {"rope_scaling": LLAMA3, "rope_theta": 500000.0}),
+    "llama-tied": TinyModel("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama-biases": TinyModel("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "llama-linear": TinyModel("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "qwen2": TinyModel(
         "Qwen2",
         {
             "num_hidden_layers": 4,
@@ -104,33 +105,33 @@ MODELS = {
             "max_window_layers": 3,
         },
     ),
-    "qwen3": Tiny("Qwen3", {"head_dim": 16}),
-    "mistral": Tiny("Mistral", {"sliding_window": 6}),
-    "mixtral": Tiny("Mixtral", {**_EXPERTS, "sliding_window": None}),
-    "qwen3-moe": Tiny("Qwen3Moe", {**_QWEN_EXPERTS, "norm_topk_prob": True}),
-    "qwen3-moe-mixed": Tiny(
+    "qwen3": TinyModel("Qwen3", {"head_dim": 16}),
+    "mistral": TinyModel("Mistral", {"sliding_window": 6}),
+    "mixtral": TinyModel("Mixtral", {**_EXPERTS, "sliding_window": None}),
+    "qwen3-moe": TinyModel("Qwen3Moe", {**_QWEN_EXPERTS, "norm_topk_prob": True}),
+    "qwen3-moe-mixed": TinyModel(
         "Qwen3Moe", {**_QWEN_EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0]}
     ),
-    "gpt2": Tiny("GPT2"),
-    "gemma": Tiny("Gemma", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
-    "gemma2": Tiny("Gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0}),
-    "gemma3": Tiny(
+    "gpt2": TinyModel("GPT2"),
+    "gemma": TinyModel("Gemma", {"hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}),
+    "gemma2": TinyModel("Gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0}),
+    "gemma3": TinyModel(
         "Gemma3Text",
         {**_GEMMA, **_GEMMA3, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
     ),
-    "deepseek-v2": Tiny("DeepseekV2", {**_LATENT, **_V2, "rope_scaling": YARN}),
-    "deepseek-v3": Tiny("DeepseekV3", {**_LATENT, **_V3, "rope_scaling": YARN}),
-    "deepseek-v3-plain": Tiny(
+    "deepseek-v2": TinyModel("DeepseekV2", {**_LATENT, **_V2, "rope_scaling": YARN}),
+    "deepseek-v3": TinyModel("DeepseekV3", {**_LATENT, **_V3, "rope_scaling": YARN}),
+    "deepseek-v3-plain": TinyModel(
         "DeepseekV3", {**_LATENT, **_V3, "n_group": 1, "topk_group": 1, "q_lora_rank": None}
     ),
 }
-"""By a name for tests. Those with experts have them in layer 1 at least."""
+"""Models by the names that tests use. Models with experts have them at least in layer 1."""
 FURTHER = "deepseek-v3"
-"""The model that has a layer that predicts further tokens."""
+"""The model with a multi-token prediction layer."""
 
 
 def save(name: str, path: Path, *, dtype: str = "float32", shard: str = "5GB") -> Any:
-    """Save the model in a directory; returns its logits ``[1, sequence, vocabulary]`` in fp32."""
+    """Save the model in a directory; return its logits ``[1, sequence, vocabulary]`` in fp32."""
     import torch
     import transformers
 
@@ -146,31 +147,33 @@ def save(name: str, path: Path, *, dtype: str = "float32", shard: str = "5GB") -
                 buffer.add_(torch.randn_like(buffer) * 0.2)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=shard)
     if name == FURTHER:
-        _add_further(path)
-    return logits(path)
+        _add_mtp_layer(path)
+    return compute_logits(path)
 
 
-def _add_further(path: Path) -> None:
-    """Add the layer that predicts further tokens, which transformers has none of."""
+def _add_mtp_layer(path: Path) -> None:
+    """Add a multi-token prediction layer, which transformers does not create."""
     import torch
     from safetensors.torch import load_file, save_file
 
-    whole = load_file(path / "model.safetensors")
-    last = {name: tensor for name, tensor in whole.items() if name.startswith("model.layers.1.")}
-    for name, tensor in last.items():
-        whole[name.replace(".1.", ".2.", 1)] = tensor + 0.1 * torch.randn_like(tensor)
-    own, hidden = "model.layers.2.", whole["model.norm.weight"].numel()
-    kind = whole["model.norm.weight"].dtype
+    tensors = load_file(path / "model.safetensors")
+    last_layer = {
+        name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.1.")
+    }
+    for name, tensor in last_layer.items():
+        tensors[name.replace(".1.", ".2.", 1)] = tensor + 0.1 * torch.randn_like(tensor)
+    prefix, hidden = "model.layers.2.", tensors["model.norm.weight"].numel()
+    dtype = tensors["model.norm.weight"].dtype
     for norm in ("enorm", "hnorm", "shared_head.norm"):
-        whole[f"{own}{norm}.weight"] = torch.randn(hidden, dtype=kind)
-    whole[f"{own}eh_proj.weight"] = torch.randn(hidden, 2 * hidden, dtype=kind)
-    whole[f"{own}embed_tokens.weight"] = whole["model.embed_tokens.weight"].clone()
-    whole[f"{own}shared_head.head.weight"] = whole["lm_head.weight"].clone()
-    save_file(whole, path / "model.safetensors", {"format": "pt"})
+        tensors[f"{prefix}{norm}.weight"] = torch.randn(hidden, dtype=dtype)
+    tensors[f"{prefix}eh_proj.weight"] = torch.randn(hidden, 2 * hidden, dtype=dtype)
+    tensors[f"{prefix}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
-def logits(path: Path) -> Any:
-    """What transformers makes of the model in a directory."""
+def compute_logits(path: Path) -> Any:
+    """Compute logits with transformers for the model in a directory."""
     import torch
     import transformers
 

@@ -1,7 +1,8 @@
-"""Runs tiny training cases in ranks that are forked from one process.
+"""Runner of small training cases in ranks that are forked from one process.
 
-Importing torch and megatron.core takes longer than the training. So a worker program imports them
-once and forks the ranks; cases of one world size share their ranks. This module imports neither.
+Importing torch and megatron.core takes longer than the training. So a worker program imports
+them once and forks the ranks, and cases of one world size share their ranks. This module imports
+neither.
 """
 
 from __future__ import annotations
@@ -18,26 +19,27 @@ from typing import Any, NoReturn
 Record = tuple[str, dict[str, Any]]
 
 
-def run_world(
-    world: int, life: Callable[[], Iterable[Record]], *, answering: int = 0
+def run_forked_ranks(
+    world: int, rank_function: Callable[[], Iterable[Record]], *, reporting_rank: int = 0
 ) -> dict[str, Any]:
-    """Fork ``world`` ranks, each with the environment torchrun would give it.
+    """Fork ``world`` ranks, each with the environment that torchrun would set.
 
-    ``life`` is what a rank does: it yields (case, what was found). Returns what the rank
-    ``answering`` found, by case. A rank that raises prints its traceback and the others go on.
+    ``rank_function`` is the function of a rank; it yields (case, results). Returns the results of
+    the rank ``reporting_rank`` by case. A rank that raises prints its traceback while the others
+    continue.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    receiving, sending = os.pipe()
+    read_end, write_end = os.pipe()
     children = []
-    # Collecting garbage would write to all that was imported, and copy every page of it.
+    # A garbage collection would write to all imported objects and copy every page of them.
     gc.collect()
     gc.freeze()
     for rank in range(world):
         child = os.fork()
         if child == 0:
-            os.close(receiving)
+            os.close(read_end)
             os.environ.update(
                 RANK=str(rank),
                 LOCAL_RANK=str(rank),
@@ -45,20 +47,21 @@ def run_world(
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(port),
             )
-            _live(life, sending if rank == answering else None)
+            _run_child(rank_function, write_end if rank == reporting_rank else None)
         children.append(child)
-    os.close(sending)
-    with os.fdopen(receiving, "rb") as pipe:
-        answer = pipe.read()
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        output = pipe.read()
     for child in children:
         os.waitpid(child, 0)
-    return dict(json.loads(line) for line in answer.splitlines())
+    return dict(json.loads(line) for line in output.splitlines())
 
 
-def forget_layout() -> None:
-    """Forget what megatron.core keeps for the process: its process groups, losses of routers.
+def reset_megatron_state() -> None:
+    """Reset the state that megatron.core keeps per process: process groups, losses of routers.
 
-    It lets go of its groups only, and with hundreds of them each operation is slower.
+    megatron.core only drops its references to groups, and hundreds of them make each operation
+    slower.
     """
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -69,7 +72,7 @@ def forget_layout() -> None:
     if os.environ["FLAGSCALE_DEVICE"] != "cpu":
         import torch
 
-        # One process compiles a function for a few configurations only.
+        # A process compiles a function for a limited number of configurations.
         torch._dynamo.reset()
         return  # NCCL may wait for the group's other ranks
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -77,12 +80,12 @@ def forget_layout() -> None:
             dist.destroy_process_group(group)
 
 
-def _live(life: Callable[[], Iterable[Record]], sending: int | None) -> NoReturn:
+def _run_child(rank_function: Callable[[], Iterable[Record]], write_end: int | None) -> NoReturn:
     code = 0
     try:
-        for record in life():
-            if sending is not None:
-                os.write(sending, json.dumps(record).encode() + b"\n")
+        for record in rank_function():
+            if write_end is not None:
+                os.write(write_end, json.dumps(record).encode() + b"\n")
     except Exception:  # noqa: BLE001 - a forked child must not return into its parent's code
         traceback.print_exc()
         code = 1

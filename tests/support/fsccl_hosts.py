@@ -1,4 +1,4 @@
-"""Ranks on the hosts of a bed."""
+"""Ranks on the hosts of a test bed."""
 
 from __future__ import annotations
 
@@ -10,47 +10,51 @@ from typing import Any
 
 from bed.lab import Bed
 
-from support.fsccl_ranks import Rank, replies, results
+from support.fsccl_ranks import RankWorker, unwrap_results, wait_for_replies
 
 FIRST_PORT = 29500
-"""Of stores, which rank 0 keeps on its host."""
+"""Port of the first store, which rank 0 hosts."""
 
 
 @dataclass
 class HostRanks:
-    """A job's ranks, each on a host of its own or beside others."""
+    """Ranks of a job on one or several hosts of a test bed."""
 
     bed: Bed
-    ranks: dict[int, Rank]
+    ranks: dict[int, RankWorker]
     limit: float
-    """Seconds of a case."""
+    """Timeout of a case, in seconds."""
 
     @classmethod
     @contextmanager
     def start(
-        cls, bed: Bed, hosts: Sequence[int], limit: float, said: Mapping[int, Path] | None = None
+        cls,
+        bed: Bed,
+        hosts: Sequence[int],
+        limit: float,
+        stderr_files: Mapping[int, Path] | None = None,
     ) -> Iterator[HostRanks]:
-        """Rank ``i`` runs on the host ``hosts[i]``; ``said`` are files for what ranks print."""
+        """Start rank ``i`` on host ``hosts[i]``. ``stderr_files`` receive the ranks' stderr."""
         with ExitStack() as stack:
             ranks = {}
             for i, host in enumerate(hosts):
-                enter = ("nsenter", "-t", str(bed[host].pid), "-a", "--")
-                ranks[i] = Rank(prefix=enter, stderr=(said or {}).get(i))
-                stack.callback(ranks[i].end)
+                prefix = ("nsenter", "-t", str(bed[host].pid), "-a", "--")
+                ranks[i] = RankWorker(prefix=prefix, stderr=(stderr_files or {}).get(i))
+                stack.callback(ranks[i].stop)
                 stack.callback(ranks[i].process.kill)
             yield cls(bed, ranks, limit)
 
     def join(self, key: str, timeout: float, port: int = FIRST_PORT, **environment: str) -> None:
-        """Make all of them a job, whose operations may take ``timeout`` seconds."""
-        where = {"size": len(self.ranks), "host": self.bed[0].address, "port": port, "key": key}
+        """Initialize a job on all ranks, with a timeout of operations in seconds."""
+        arguments = {"size": len(self.ranks), "host": self.bed[0].address, "port": port, "key": key}
         for i, rank in self.ranks.items():
-            rank.ask("join", rank=i, timeout=timeout, environment=environment, **where)
-        results(replies(self.ranks, 90))
+            rank.start_case("join", rank=i, timeout=timeout, environment=environment, **arguments)
+        unwrap_results(wait_for_replies(self.ranks, 90))
 
-    def ask(self, case: str, **arguments: Any) -> None:
+    def start_case(self, case: str, **arguments: Any) -> None:
         for rank in self.ranks.values():
-            rank.ask(case, **arguments)
+            rank.start_case(case, **arguments)
 
     def call(self, case: str, **arguments: Any) -> list[Any]:
-        self.ask(case, **arguments)
-        return results(replies(self.ranks, self.limit))
+        self.start_case(case, **arguments)
+        return unwrap_results(wait_for_replies(self.ranks, self.limit))

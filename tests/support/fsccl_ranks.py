@@ -1,4 +1,4 @@
-"""Pools of ranks: real processes that stay while many tests use them."""
+"""Pools of rank processes that many tests share."""
 
 from __future__ import annotations
 
@@ -18,22 +18,26 @@ WORKER = ROOT / "tests" / "integration" / "fsccl" / "fsccl_worker.py"
 
 
 SLACK = 25.0
-"""Seconds that a busy machine may take: less than the operations' own limits where it is used, and
-a hang is far longer."""
+"""Seconds of delay allowed on a busy machine.
+
+It is less than the timeouts of the operations in the tests that use it. A hang takes far longer.
+"""
 
 
 def build_extension() -> None:
-    """Ranks then only load it."""
+    """Build the extension in a subprocess, so that ranks only have to load it."""
     program = "import flagscale.comm.fsccl as f; f.load_extension()"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 class RankFailedError(AssertionError):
-    """A case raised on a rank."""
+    """A case raised on at least one rank."""
 
 
-class Rank:
-    """One worker process; ``prefix`` is a command that starts it elsewhere, such as nsenter."""
+class RankWorker:
+    """Worker process of one rank. ``prefix`` is a command that starts it elsewhere, such as
+    nsenter.
+    """
 
     def __init__(
         self,
@@ -50,9 +54,9 @@ class Rank:
             env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
             text=True,
         )
-        self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._replies: queue.Queue[dict[str, Any]] = queue.Queue()
         self._ready = False
-        self._owed = 0
+        self._pending = 0
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -62,31 +66,33 @@ class Rank:
 
     @property
     def busy(self) -> bool:
-        """It has been asked for what it has not answered, or its answer was not taken."""
-        return self._owed > 0
+        """Whether a case is running, or its reply has not been received."""
+        return self._pending > 0
 
-    def ask(self, case: str, **arguments: Any) -> None:
-        if not self._ready:  # importing torch takes seconds, which the start need not wait for
-            self.answer(60)
+    def start_case(self, case: str, **arguments: Any) -> None:
+        """Start a case. :meth:`receive_reply` returns its result."""
+        # importing torch takes seconds, and the constructor does not wait for it
+        if not self._ready:
+            self.receive_reply(60)
             self._ready = True
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"case": case, "arguments": arguments}) + "\n")
         self.process.stdin.flush()
-        self._owed += 1
+        self._pending += 1
 
-    def answer(self, timeout: float) -> dict[str, Any]:
-        """Of the case asked for last.
+    def receive_reply(self, timeout: float) -> dict[str, Any]:
+        """Return the reply of the case started last.
 
         Raises:
-            queue.Empty: none within ``timeout`` seconds.
-            AssertionError: the process ended without one.
+            queue.Empty: No reply within ``timeout`` seconds.
+            AssertionError: The process exited without a reply.
         """
         end = time.monotonic() + timeout
         while True:
             ended = self.process.poll() is not None and not self._reader.is_alive()
             try:
-                reply = self._answers.get(timeout=min(0.5, max(0.0, end - time.monotonic())))
-                self._owed -= "ready" not in reply
+                reply = self._replies.get(timeout=min(0.5, max(0.0, end - time.monotonic())))
+                self._pending -= "ready" not in reply
                 return reply
             except queue.Empty:
                 if ended:
@@ -95,7 +101,8 @@ class Rank:
                 if time.monotonic() >= end:
                     raise
 
-    def end(self) -> None:
+    def stop(self) -> None:
+        """Close the worker's input and wait until it exits; kill it after 20 s."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.close()
@@ -107,45 +114,45 @@ class Rank:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._answers.put(json.loads(line))
+            self._replies.put(json.loads(line))
 
 
-class Ranks:
-    """Processes that can join in groups, over a store that this process keeps."""
+class RankPool:
+    """Rank processes that can join groups over a store in this process."""
 
     def __init__(self, count: int) -> None:
         from torch.distributed import TCPStore
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._ranks = [Rank() for _ in range(count)]
+        self._ranks = [RankWorker() for _ in range(count)]
         self._joins = 0
 
-    def __getitem__(self, index: int) -> Rank:
+    def __getitem__(self, index: int) -> RankWorker:
         return self._ranks[index]
 
     @property
     def port(self) -> int:
-        """Of the store."""
+        """Port of the store."""
         return self._store.port
 
     def kill(self, index: int) -> None:
-        """kill -9; another rank takes its place for the next job."""
+        """Kill a rank with SIGKILL and start a new process for it."""
         self._ranks[index].process.kill()
         self._ranks[index].process.wait()
-        self._ranks[index] = Rank()
+        self._ranks[index] = RankWorker()
 
-    def free(self, count: int) -> None:
-        """Replace those of the first ``count`` that a failed test has left at work."""
+    def replace_busy(self, count: int) -> None:
+        """Replace those of the first ``count`` ranks that a failed test has left busy."""
         for i in range(count):
             if self._ranks[i].busy:
                 self.kill(i)
 
     def join(self, count: int, *, timeout: float = 30, **environment: str) -> None:
-        """Make the first ``count`` ranks a job, with FSCCL_* variables set."""
+        """Initialize a job on the first ``count`` ranks, with FSCCL_* variables set."""
         self._joins += 1
-        self.free(count)
+        self.replace_busy(count)
         for i in range(count):
-            self._ranks[i].ask(
+            self._ranks[i].start_case(
                 "join",
                 rank=i,
                 size=count,
@@ -154,7 +161,7 @@ class Ranks:
                 timeout=timeout,
                 environment={"FSCCL_SOCKET_IFNAME": "lo", **environment},
             )
-        self.answers(range(count))
+        self.wait_for_results(range(count))
 
     def leave(self, members: Sequence[int]) -> None:
         self.call(members, "leave")
@@ -162,66 +169,73 @@ class Ranks:
     def call(
         self, members: Sequence[int], case: str, *, limit: float = 60, **args: Any
     ) -> list[Any]:
-        """Run a case on ``members`` at once; their results.
+        """Run a case on ``members`` concurrently. Return their results.
 
         Raises:
-            RankFailedError: with every rank's error.
+            RankFailedError: The case raised on a rank. Contains every rank's error.
         """
         for i in members:
-            self._ranks[i].ask(case, **args)
-        return self.answers(members, limit)
+            self._ranks[i].start_case(case, **args)
+        return self.wait_for_results(members, limit)
 
-    def answers(self, members: Sequence[int], limit: float = 60) -> list[Any]:
-        return results(self.replies(members, limit))
-
-    def replies(self, members: Sequence[int], limit: float = 60) -> dict[int, dict[str, Any]]:
-        """What each rank says, errors included.
+    def wait_for_results(self, members: Sequence[int], limit: float = 60) -> list[Any]:
+        """Wait for the running case of ``members``. Return their results.
 
         Raises:
-            AssertionError: a rank says nothing within ``limit`` seconds.
+            RankFailedError: The case raised on a rank. Contains every rank's error.
         """
-        return replies({i: self._ranks[i] for i in members}, limit)
+        return unwrap_results(self.wait_for_replies(members, limit))
 
-    def end(self) -> None:
+    def wait_for_replies(
+        self, members: Sequence[int], limit: float = 60
+    ) -> dict[int, dict[str, Any]]:
+        """Return the reply of each rank, including errors.
+
+        Raises:
+            AssertionError: A rank does not reply within ``limit`` seconds.
+        """
+        return wait_for_replies({i: self._ranks[i] for i in members}, limit)
+
+    def stop(self) -> None:
         for rank in self._ranks:
-            rank.end()
+            rank.stop()
 
 
-def results(found: Mapping[int, dict[str, Any]]) -> list[Any]:
-    """The results among ranks' replies.
+def unwrap_results(replies: Mapping[int, dict[str, Any]]) -> list[Any]:
+    """Return the results from the ranks' replies.
 
     Raises:
-        RankFailedError: with every rank's error.
+        RankFailedError: The case raised on a rank. Contains every rank's error.
     """
-    failed = {i: reply["trace"] for i, reply in found.items() if "error" in reply}
+    failed = {i: reply["trace"] for i, reply in replies.items() if "error" in reply}
     if failed:
         raise RankFailedError("\n".join(f"rank {i}: {t}" for i, t in failed.items()))
-    return [reply["result"] for reply in found.values()]
+    return [reply["result"] for reply in replies.values()]
 
 
-def replies(ranks: Mapping[int, Rank], limit: float) -> dict[int, dict[str, Any]]:
-    """What each rank says, errors included.
+def wait_for_replies(ranks: Mapping[int, RankWorker], limit: float) -> dict[int, dict[str, Any]]:
+    """Return the reply of each rank, including errors.
 
     Raises:
-        AssertionError: a rank says nothing within ``limit`` seconds.
+        AssertionError: A rank does not reply within ``limit`` seconds.
     """
     end = time.monotonic() + limit
-    out: dict[int, dict[str, Any]] = {}
+    received: dict[int, dict[str, Any]] = {}
     for i, rank in ranks.items():
         try:
-            out[i] = rank.answer(max(0.0, end - time.monotonic()))
+            received[i] = rank.receive_reply(max(0.0, end - time.monotonic()))
         except queue.Empty:
-            raise AssertionError(f"rank {i} hangs; so far: {out}") from None
-    return out
+            raise AssertionError(f"rank {i} hangs; so far: {received}") from None
+    return received
 
 
-def survivors_say(pool: Any, members: Sequence[int], limit: float) -> dict[int, str]:
-    """The error of each of these ranks of a pool.
+def wait_for_errors(pool: Any, members: Sequence[int], limit: float) -> dict[int, str]:
+    """Return the error of each of these ranks of a pool.
 
     Raises:
-        AssertionError: a rank has none, or says nothing within ``limit`` seconds.
+        AssertionError: A rank has no error, or does not reply within ``limit`` seconds.
     """
-    found = pool.replies(members, limit)
-    for i, reply in found.items():
+    replies = pool.wait_for_replies(members, limit)
+    for i, reply in replies.items():
         assert "error" in reply, f"rank {i} got {reply}"
-    return {i: reply["error"] for i, reply in found.items()}
+    return {i: reply["error"] for i, reply in replies.items()}

@@ -1,4 +1,4 @@
-"""A small file system of its own, for what happens when a disk is full."""
+"""A small file system for tests of a full disk."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 
 @contextmanager
 def small_disk(parent: Path, size: str) -> Iterator[Path]:
-    """A new directory with room for ``size`` (as mount has it: ``1m``). Skips the test where this
-    process may not mount one."""
+    """Mount a directory of ``size`` (in the syntax of mount, such as ``1m``). Skips the test if
+    this process may not mount.
+    """
     path = parent / "disk"
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
@@ -26,8 +27,10 @@ def small_disk(parent: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
-def fill(disk: Path) -> Path:
-    """Leave no byte, by pieces that get smaller as they do not fit; the file that takes it all."""
+def fill_disk(disk: Path) -> Path:
+    """Fill a disk to the last byte with blocks of decreasing size, and return the file that fills
+    it.
+    """
     path = disk / "filler"
     with path.open("ab", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1):

@@ -1,4 +1,4 @@
-"""Groups of ranks on GPUs and on their hosts."""
+"""Groups of ranks on GPUs and on their hosts, for tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from support.fsccl_ranks import Ranks
+from support.fsccl_ranks import RankPool
 
 GPUS = torch.cuda.device_count()
 CUDA = {"FSCCL_DEVICE": "cuda", "NCCL_NVLS_ENABLE": "0"}
@@ -25,16 +25,16 @@ GROUPS: dict[str, tuple[str, str, int]] = {
 }
 
 
-class Job:
-    """A group of ranks of both kinds."""
+class MixedGroup:
+    """Group of ranks of both kinds: ``kinds`` has a letter per rank, c for CUDA and h for host."""
 
     def __init__(
-        self, pool: Ranks, key: str, kinds: str, *, timeout: int = 60, **variables: str
+        self, pool: RankPool, key: str, kinds: str, *, timeout: int = 60, **variables: str
     ) -> None:
         self.pool, self.kinds = pool, kinds
         self.members = range(len(kinds))
-        for i, kind in enumerate(kinds):
-            pool[i].ask(
+        for i, letter in enumerate(kinds):
+            pool[i].start_case(
                 "join",
                 rank=i,
                 size=len(kinds),
@@ -43,23 +43,23 @@ class Job:
                 timeout=timeout,
                 environment={
                     "FSCCL_SOCKET_IFNAME": "lo",
-                    **(CUDA if kind == "c" else HOST),
+                    **(CUDA if letter == "c" else HOST),
                     **variables,
                 },
             )
-        pool.answers(self.members, 120)
+        pool.wait_for_results(self.members, 120)
 
     def call(self, name: str, **arguments: Any) -> list[Any]:
-        """The same case on all ranks, with tensors where the rank is."""
-        self.ask(name, **arguments)
-        return self.pool.answers(self.members, 240)
+        """Run the same case on all ranks, with tensors on the rank's device; return the results."""
+        self.start_case(name, **arguments)
+        return self.pool.wait_for_results(self.members, 240)
 
-    def ask(self, name: str, **arguments: Any) -> None:
+    def start_case(self, name: str, **arguments: Any) -> None:
         for i, kind in enumerate(self.kinds):
             if kind == "c":
-                self.pool[i].ask("on_cuda", name=name, **arguments)
+                self.pool[i].start_case("run_on_cuda", name=name, **arguments)
             else:
-                self.pool[i].ask(name, **arguments)
+                self.pool[i].start_case(name, **arguments)
 
     def leave(self) -> None:
         self.pool.leave(self.members)

@@ -1,4 +1,4 @@
-"""What tests on GPUs start: the training program, with a small model."""
+"""Programs that tests on GPUs start: training of a small model."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ MODEL = """
 --hidden-dropout 0 --attention-dropout 0 --eval-iters 1 --num-workers 0 --lr-decay-style constant
 """
 LIMIT = 100
-"""Seconds of a run, compiling included."""
+"""Timeout of a run in seconds, including compilation."""
 
 
 def environment(**changes: str) -> dict[str, str]:
-    own = [str(ROOT), str(ROOT / "third_party" / "Megatron-LM")]
-    path = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
+    project_paths = [str(ROOT), str(ROOT / "third_party" / "Megatron-LM")]
+    path = os.pathsep.join([*project_paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path, "NCCL_NVLS_ENABLE": "0", **changes}
 
 
 def train_ranks(
     directory: Path, kinds: tuple[str, ...], arguments: str, **variables: str
 ) -> list[Event]:
-    """What ranks tell of their steps, one on a device of each of ``kinds``; over fsccl where
-    ``arguments`` name no backend."""
+    """Train with one rank per entry of ``kinds`` and return the progress events of all ranks.
+
+    The backend is fsccl unless ``arguments`` name one.
+    """
     directory.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     ranks = []
     for rank, kind in enumerate(kinds):
-        given = environment(
+        rank_environment = environment(
             RANK=str(rank), LOCAL_RANK=str(kinds[:rank].count(kind)), WORLD_SIZE=str(len(kinds)),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), FLAGSCALE_DEVICE=kind,
             OMP_NUM_THREADS="4", PYTHONFAULTHANDLER="1",
@@ -52,7 +54,12 @@ def train_ranks(
             if len(kinds) > 1 and "--distributed-backend" not in command:
                 command += ["--distributed-backend", "fsccl"]
             process = subprocess.Popen(
-                command, env=given, cwd=directory, stdout=out, stderr=out, start_new_session=True
+                command,
+                env=rank_environment,
+                cwd=directory,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
             )
         ranks.append((process, output))
     try:
@@ -65,8 +72,8 @@ def train_ranks(
         for process, _ in ranks:
             if process.poll() is None:
                 process.kill()
-    said = "\n".join(output.read_text(errors="replace")[-3000:] for _, output in ranks)
-    assert not any(codes), said
+    logs = "\n".join(output.read_text(errors="replace")[-3000:] for _, output in ranks)
+    assert not any(codes), logs
     return [
         event
         for rank in range(len(kinds))

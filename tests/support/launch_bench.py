@@ -1,5 +1,8 @@
-"""Plans whose ranks the bare interpreter starts: for tests of scripts, agent and runner on this
-machine, which do not depend on torchrun and start in a fraction of its time."""
+"""Launch plans that start ranks with the Python interpreter instead of torchrun.
+
+They start in a fraction of torchrun's time, for tests of scripts, agent and runner on this machine
+that do not depend on torchrun.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
+from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task
 from flagscale.files import read_json, write_atomic
 from flagscale.hosts import processes
 from flagscale.hosts.hostfile import Host
@@ -18,9 +21,10 @@ from flagscale.launcher.planning.assignment import assign_ranks
 from flagscale.launcher.planning.model import LaunchPlan, Machine, RunnerHandle
 from flagscale.launcher.planning.plan import plan
 from flagscale.launcher.planning.script import render
-from flagscale.launcher.runners.base import Texts
+from flagscale.launcher.runners.base import ConfigTexts
 from flagscale.launcher.runners.hosts import HostRunner
-from flagscale.launcher.state import RunState, keep_plan, load_state, new_run_id
+from flagscale.launcher.state import RunState, load_state, new_run_id, save_plan
+from support.arguments import train_arguments
 from support.launch_lab import PROJECT, until
 
 SLEEP = """
@@ -31,7 +35,7 @@ SLEEP = """
 
 
 class Bench:
-    """Makes plans whose torchrun is the bare interpreter, and clears up after them."""
+    """Launcher of programs whose ranks are started by the Python interpreter, without torchrun."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -41,40 +45,40 @@ class Bench:
     def plan(self, program: str, **changes: Any) -> LaunchPlan:
         entrypoint = self.root / "program.py"
         entrypoint.write_text(textwrap.dedent(program), encoding="utf-8")
-        given: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "name": "bench",
             "exp_dir": self.root / "exp",
             "task": Task(entrypoint=entrypoint, external=True),
             "runner": Runner(stop_grace=1.0),
             "envs": Environments(),
             "cmds": Commands(),
-            "train": Train(),
+            "train": train_arguments(),
             "config_file": self.root / "x.yaml",
         }
-        experiment = Experiment(**{**given, **changes})
+        experiment = Experiment(**{**fields, **changes})
         machine = Machine(sys.executable, PROJECT, self.root, 2, {})
-        made = plan(
+        launch_plan = plan(
             experiment,
             assign_ranks(experiment, [Host("localhost")], [machine]),
             run_id=new_run_id(),
             master_port=1,
             runner=RunnerHandle("local"),
         )
-        host = replace(made.hosts[0], starter=(sys.executable, "-u"))
-        self.plans.append(replace(made, hosts=(host,)))
+        host = replace(launch_plan.hosts[0], starter=(sys.executable, "-u"))
+        self.plans.append(replace(launch_plan, hosts=(host,)))
         return self.plans[-1]
 
     def run(self, program: str, **changes: Any) -> int:
-        """Run a program to its end; the script's code."""
+        """Run a program until it ends, and return the exit code of its script."""
         return self.runner.wait(self.submit(self.plan(program, **changes)))
 
     def submit(self, plan: LaunchPlan) -> RunState:
-        return self.runner.submit(plan, Texts("config: 1\n", "[]\n"))
+        return self.runner.submit(plan, ConfigTexts("config: 1\n", "[]\n"))
 
     @staticmethod
     def write(plan: LaunchPlan) -> None:
-        """Write a plan's script, for those who run it by hand."""
-        keep_plan(plan, "config: 1\n", "[]\n")
+        """Write the script of a plan without starting it."""
+        save_plan(plan, "config: 1\n", "[]\n")
         write_atomic(plan.hosts[0].script, render(plan, plan.hosts[0]), mode=0o700)
 
     def start(self, program: str, ready: str = "ready", **changes: Any) -> RunState:
@@ -84,7 +88,7 @@ class Bench:
         return state
 
     def runner_state(self) -> RunState:
-        """The state as it is on disk."""
+        """Return the state that is stored on disk."""
         state = load_state(self.plans[-1].layout.state)
         assert state is not None
         return state

@@ -1,4 +1,4 @@
-"""An experiment directory with a real command line: what tests that start runs share."""
+"""An experiment directory with a real command line, shared by tests that start runs."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from flagscale.launcher.state import RunState, load_state
 PROJECT = Path(__file__).resolve().parents[2]
 
 
-# What torchrun does for a rank, without torch: 64 of the real one take a minute to import. Output
-# goes to the rank's files, or with --tee to where everything goes: a line is one write there, which
-# it is not where Python buffers nothing.
+# Minimal torchrun without torch: importing 64 of the real one takes a minute. Output goes to the
+# rank's files, or with --tee to the common output. A line is one write there, which it is not if
+# Python runs unbuffered.
 LIGHT_TORCHRUN = """\
 import os, signal, subprocess, sys
 from pathlib import Path
-options, rest = {}, sys.argv[1:]
-while rest and rest[0].startswith("--"):
-    options[rest[0][2:]] = rest[1]
-    rest = rest[2:]
+options, command = {}, sys.argv[1:]
+while command and command[0].startswith("--"):
+    options[command[0][2:]] = command[1]
+    command = command[2:]
 count, node = int(options["nproc_per_node"]), int(options["node_rank"])
 logs = Path(options["log_dir"], f"{options['rdzv_id']}_{os.getpid()}", "attempt_0")
 ranks = []
@@ -48,14 +48,14 @@ for local in range(count):
         (logs / str(local)).mkdir(parents=True)
         streams = {s: (logs / str(local) / f"{s}.log").open("wb") for s in ("stdout", "stderr")}
     environment = {**os.environ, **rank, **world, "PYTHONUNBUFFERED": ""}
-    ranks.append(subprocess.Popen([sys.executable, *rest], env=environment, **streams))
+    ranks.append(subprocess.Popen([sys.executable, *command], env=environment, **streams))
 signal.signal(signal.SIGTERM, lambda *_: [rank.terminate() for rank in ranks])
 sys.exit(max(rank.wait() for rank in ranks))
 """
 
 
 def light_torchrun(root: Path) -> Path:
-    """Write a torchrun that needs no torch; the directory for PYTHONPATH."""
+    """Write a torchrun that does not need torch, and return the directory for PYTHONPATH."""
     package = root / "light" / "torch" / "distributed"
     package.mkdir(parents=True, exist_ok=True)
     for directory in (package, package.parent):
@@ -65,7 +65,7 @@ def light_torchrun(root: Path) -> Path:
 
 
 def free_port() -> int:
-    """A port that is free, and that no connection is given: below those."""
+    """Return a free port below the ephemeral range."""
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         port = random.randrange(20_000, max(low, 32_000))
@@ -77,30 +77,30 @@ def free_port() -> int:
 
 
 def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
-    """What the condition returns once it is true."""
+    """Wait until the condition is true, and return its value."""
     deadline = time.monotonic() + seconds
     while True:
-        found = condition()
-        if found:
-            return found
+        value = condition()
+        if value:
+            return value
         if time.monotonic() > deadline:
             pytest.fail(f"nothing within {seconds} s")
         time.sleep(0.05)
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory to which others are writing: nobody finds it while it goes."""
+    """Remove a directory while others write to it, by renaming it first."""
     shutil.rmtree(directory.rename(directory.with_name(f"{directory.name} that was")))
 
 
 def with_process(state: RunState, process: Process, boot_id: str) -> RunState:
-    """The state with the script of its first host, as it was started."""
+    """Return the state with the process of its first host's script, as after a start."""
     first = replace(state.hosts[0], **vars(process), boot_id=boot_id)
     return replace(state, hosts=(first, *state.hosts[1:]))
 
 
 def script_of(state: RunState) -> Process:
-    """The script of a run's first host."""
+    """Return the script's process on a run's first host."""
     host = state.hosts[0]
     assert host.pid is not None
     assert host.start_ticks is not None
@@ -108,22 +108,24 @@ def script_of(state: RunState) -> Process:
 
 
 def rank_processes(state: RunState) -> dict[int, Process]:
-    """The living ranks of a run on this machine, by rank."""
-    return processes.ranks(processes.members(state.run_id))
+    """Return the running ranks of a run on this machine, by rank."""
+    return processes.find_ranks(processes.find_run_processes(state.run_id))
 
 
 @dataclass
 class Lab:
-    """An experiment directory and its YAML, and the launcher's command line for it."""
+    """An experiment directory, its YAML, and the launcher's command line for it."""
 
     root: Path
     exp_dir: Path
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def configure(self, program: str, *, light: bool = False, **experiment: Any) -> None:
-        """Write the training program and the YAML. Keyword arguments replace keys of the
-        YAML's ``experiment`` section, ``train`` its section of this name. ``light``: under a
-        torchrun that needs no torch."""
+        """Write the training program and the YAML.
+
+        Keyword arguments replace keys of the YAML's ``experiment`` section, ``train`` its section
+        of this name. ``light`` uses a torchrun that does not need torch.
+        """
         entrypoint = self.root / "program.py"
         entrypoint.write_text(program, encoding="utf-8")
         train = experiment.pop("train", {"system": {}, "model": {}, "data": {}})
@@ -136,8 +138,8 @@ class Lab:
         if light:
             section["envs"] = {"PYTHONPATH": str(light_torchrun(self.root))}
         for key, value in experiment.items():
-            old = section.get(key)
-            section[key] = {**old, **value} if isinstance(old, dict) else value
+            default = section.get(key)
+            section[key] = {**default, **value} if isinstance(default, dict) else value
         config = {"experiment": section, "action": "run", "train": train}
         conf = self.root / "conf"
         conf.mkdir(exist_ok=True)
@@ -150,7 +152,7 @@ class Lab:
     def do(
         self, action: str, *words: str, under: Sequence[str] = (), timeout: float = 60.0
     ) -> subprocess.CompletedProcess[str]:
-        """An action, run to its end; ``under`` is a command that runs another one."""
+        """Run an action to its end; ``under`` is a command that wraps it."""
         return subprocess.run(
             [*under, *self.command(f"action={action}", *words)],
             cwd=self.root,
@@ -162,8 +164,10 @@ class Lab:
         )
 
     def start(self, action: str, *words: str, in_a_group: bool = False) -> subprocess.Popen[str]:
-        """The launcher itself in the background, its output in a pipe; ``in_a_group`` of processes
-        of its own, as a shell starts it."""
+        """Start the launcher in the background with its output in a pipe.
+
+        ``in_a_group`` starts it in its own process group, like a shell.
+        """
         process = subprocess.Popen(
             self.command(f"action={action}", *words),
             cwd=self.root,
@@ -191,18 +195,18 @@ class Lab:
 
     def output(self) -> str:
         path = self.state().hosts[0].output
-        # The state is written before the host is asked to start.
+        # The state is written before the host is contacted.
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
     def members(self) -> list[Process]:
-        return processes.members(self.state().run_id)
+        return processes.find_run_processes(self.state().run_id)
 
     def gone(self, seconds: float = 60.0) -> None:
-        """Wait until no process of the run is left."""
+        """Wait until all processes of the run have ended."""
         until(lambda: not self.members(), seconds)
 
     def clear(self) -> None:
-        """End whatever a test has left running."""
+        """Kill all processes that are still running."""
         for process in self.started:
             with suppress(ProcessLookupError):
                 process.kill()
@@ -211,5 +215,5 @@ class Lab:
                 process.stdout.close()
         state = load_state(self.layout.state)
         if state is not None:
-            for left in processes.members(state.run_id):
-                processes.send(left, signal.SIGKILL, run_id=state.run_id)
+            for member in processes.find_run_processes(state.run_id):
+                processes.send_signal(member, signal.SIGKILL, run_id=state.run_id)

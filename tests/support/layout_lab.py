@@ -1,4 +1,4 @@
-"""Training the cases of :mod:`layout_cases`."""
+"""Training of the cases of :mod:`layout_cases` in a worker process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.comm.fsccl.build import builds_directory
-from support.chat_files import write_talks, write_tokenizer
+from support.chat_files import write_conversations, write_tokenizer
 from support.layout_cases import ROOT
-from support.layout_models import CHAT_TOKENIZER, SHORT_DOCUMENTS, TALKS, Case
+from support.layout_models import CHAT_TOKENIZER, CONVERSATIONS, SHORT_DOCUMENTS, LayoutCase
 
 WORKER = ROOT / "tests" / "integration" / "train" / "layout_worker.py"
 
 
 def write_short_documents(prefix: Path, longest: int = 20) -> None:
-    """An indexed data set of documents of 1 to ``longest`` tokens of a vocabulary of 500, the last
-    one their end."""
+    """Write an indexed dataset of documents of 1 to ``longest`` tokens.
+
+    The vocabulary has 500 tokens and an end-of-document token.
+    """
     import numpy as np
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -33,24 +35,26 @@ def write_short_documents(prefix: Path, longest: int = 20) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
-def train(cases: Sequence[Case], directory: Path, *, timeout_s: float) -> dict[str, Any]:
-    """What the worker tells of each case, by name; and its ``stderr``."""
+def train_cases(
+    cases: Sequence[LayoutCase], directory: Path, *, timeout_s: float
+) -> dict[str, Any]:
+    """Train the cases and return the results of the worker by case name, and its ``stderr``."""
     if any(SHORT_DOCUMENTS in case.model for case in cases):
         write_short_documents(directory / SHORT_DOCUMENTS)
-    if any(TALKS in case.model for case in cases):
-        write_talks(directory / TALKS, 200, words=20)
+    if any(CONVERSATIONS in case.model for case in cases):
+        write_conversations(directory / CONVERSATIONS, 200, words=20)
         write_tokenizer(directory / CHAT_TOKENIZER)
-    given, answers = directory / "cases.json", directory / "results.json"
-    given.write_text(json.dumps([case.record(directory / "cache") for case in cases]))
+    cases_file, results_file = directory / "cases.json", directory / "results.json"
+    cases_file.write_text(json.dumps([case.record(directory / "cache") for case in cases]))
     path = f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}"
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(given), str(answers)],
+    process = subprocess.run(
+        [sys.executable, str(WORKER), str(cases_file), str(results_file)],
         env={
             **os.environ,
             "PYTHONPATH": path,
             "OMP_NUM_THREADS": "1",
             "XDG_CACHE_HOME": str(directory / "kept"),
-            "FSCCL_BUILD_DIR": str(builds_directory()),  # which takes a minute to build
+            "FSCCL_BUILD_DIR": str(builds_directory()),  # building takes a minute
         },
         cwd=directory,
         capture_output=True,
@@ -58,5 +62,5 @@ def train(cases: Sequence[Case], directory: Path, *, timeout_s: float) -> dict[s
         timeout=timeout_s,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {**json.loads(answers.read_text()), "stderr": done.stderr}
+    assert process.returncode == 0, process.stderr[-4000:]
+    return {**json.loads(results_file.read_text()), "stderr": process.stderr}

@@ -1,7 +1,7 @@
-"""Several agents on one machine, each as a host of its own: its own run directory and identity.
+"""Several agents on one machine, each acting as a host with its own run directory and identity.
 
-The program that the ranks run keeps in step over a TCP connection, as a collective would, reports
-through :mod:`flagscale.status`, and does what ``TOY_<rank>_<attempt>`` says.
+The program that the ranks run stays in step over a TCP connection, like a collective, reports
+through :mod:`flagscale.status`, and follows the instructions in ``TOY_<rank>_<attempt>``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if "early" in plan:
     sys.exit(5)
 
 
-def meet():
-    """A connection to every other rank: rank 0 listens."""
+def connect_peers():
+    """Return connections to the peers. Rank 0 listens, the others connect to it."""
     address = (os.environ.get("TOY_ADDRESS", "127.0.0.1"), int(os.environ["TOY_PORT"]))
     if rank == 0:
         listener = socket.create_server(address, reuse_port=True)
@@ -54,7 +54,7 @@ def meet():
 
 
 def barrier(peers):
-    """Wait for all others; a peer that is gone is an error."""
+    """Wait for all peers, and raise ConnectionResetError if one has exited."""
     for peer in peers:
         peer.sendall(b"x")
     for peer in peers:
@@ -69,7 +69,7 @@ def save(*_):
 
 
 def work():
-    peers = meet()
+    peers = connect_peers()
     status.write("joined", backend="toy", seconds=0.1)
     for step in range(1, int(os.environ.get("TOY_STEPS", "100000"))):
         status.write_progress(step)
@@ -100,8 +100,8 @@ status.write("finished", step=1, reason="completed")
 
 
 @dataclass
-class Station:
-    """One agent and what it leaves."""
+class AgentHost:
+    """An agent, and the files of its host."""
 
     name: str
     run_id: str
@@ -118,91 +118,105 @@ class Station:
         return dict(json.loads((self.run_dir / EXIT_FILE).read_text()))
 
     def members(self) -> list[processes.Process]:
-        return processes.members(self.run_id)
+        return processes.find_run_processes(self.run_id)
 
     def rank(self) -> int:
-        """The pid of its rank."""
+        """Return the pid of the host's rank."""
         for process in self.members():
-            environment = processes.environment(process.pid)
-            above = processes.parent(process.pid)
-            own = b"RANK" in environment
-            if own and above is not None and b"RANK" not in processes.environment(above):
+            environment = processes.read_environment(process.pid)
+            parent = processes.parent_pid_of(process.pid)
+            is_rank = b"RANK" in environment
+            if is_rank and parent is not None and b"RANK" not in processes.read_environment(parent):
                 return process.pid
-        raise AssertionError(f"{self.name} has no rank\n{self.said()}")
+        raise AssertionError(f"{self.name} has no rank\n{self.read_output()}")
 
-    def said(self) -> str:
+    def read_output(self) -> str:
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
 
 @dataclass
-class Stations:
-    """The hosts of one run, one rank each."""
+class AgentHosts:
+    """The hosts of one run, with one rank each."""
 
     root: Path
     count: int = 2
-    stations: list[Station] = field(default_factory=list)
-    secret: str = field(default_factory=secret.new)
-    own_secrets: bool = False
-    """Whether every host has a secret of its own."""
+    stations: list[AgentHost] = field(default_factory=list)
+    secret: str = field(default_factory=secret.generate_secret)
+    separate_secrets: bool = False
+    """Generate a separate secret for each host, so that agents reject each other."""
 
-    def __getitem__(self, number: int) -> Station:
+    def __getitem__(self, number: int) -> AgentHost:
         return self.stations[number]
 
     def start(
         self,
-        told: Mapping[str, Any] | None = None,
+        overrides: Mapping[str, Any] | None = None,
         *,
         command: list[str] | None = None,
         light: bool = False,
         **environment: str,
     ) -> None:
-        """Start every agent; ``told`` are options that all of them get. ``light``: under a
-        torchrun that needs no torch, which starts in a fraction of the time."""
+        """Start every agent.
+
+        ``overrides`` are options for all of them. ``light`` uses a torchrun that does not need
+        torch, which starts in a fraction of the time.
+        """
         path = [str(PROJECT)] if not light else [str(light_torchrun(self.root)), str(PROJECT)]
-        self.port, meeting, toy = free_port(), free_port(), free_port()
+        self.port, rendezvous_port, toy_port = free_port(), free_port(), free_port()
         program = self.root / "toy.py"
         program.write_text(TOY)
-        mark = secrets.token_hex(4)
+        rendezvous_id = secrets.token_hex(4)
         for number in range(self.count):
             run_dir = self.root / f"h{number}"
             run_dir.mkdir(exist_ok=True)
-            station = Station(f"h{number}", f"t-{mark}-{number}", run_dir, run_dir / "out")
+            host = AgentHost(f"h{number}", f"t-{rendezvous_id}-{number}", run_dir, run_dir / "out")
             torchrun = [sys.executable, "-m", "torch.distributed.run"]
             torchrun += ["--nnodes", str(self.count), "--node_rank", str(number)]
-            torchrun += ["--nproc_per_node", "1", "--rdzv_id", mark, "--master_addr", "127.0.0.1"]
-            torchrun += ["--master_port", str(meeting), "--log_dir", str(run_dir / "ranks")]
+            torchrun += [
+                "--nproc_per_node",
+                "1",
+                "--rdzv_id",
+                rendezvous_id,
+                "--master_addr",
+                "127.0.0.1",
+            ]
+            torchrun += ["--master_port", str(rendezvous_port), "--log_dir", str(run_dir / "ranks")]
             torchrun += ["--redirects", "3", str(program)]
-            options = self.options(number, told or {}).to_json()
-            given = {
+            options = self.options(number, overrides or {}).to_json()
+            agent_environment = {
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(path),
                 "OMP_NUM_THREADS": "1",
                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
-                "TOY_PORT": str(toy),
-                RUN_ID_VARIABLE: station.run_id,
-                secret.VARIABLE: secret.new() if self.own_secrets else self.secret,
+                "TOY_PORT": str(toy_port),
+                RUN_ID_VARIABLE: host.run_id,
+                secret.VARIABLE: secret.generate_secret() if self.separate_secrets else self.secret,
                 **environment,
             }
-            with station.output.open("wb") as output:
-                station.process = subprocess.Popen(
+            with host.output.open("wb") as output:
+                host.process = subprocess.Popen(
                     [sys.executable, "-m", "flagscale.launcher.agent", "--options", options, "--"]
                     + (command or torchrun),
-                    env=given,
+                    env=agent_environment,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
                     start_new_session=True,
                 )
-            self.stations.append(station)
+            self.stations.append(host)
 
-    def options(self, number: int, told: Mapping[str, Any]) -> AgentOptions:
-        """What the agent of a host is told."""
-        given: dict[str, Any] = {"max_restarts": 0, "on_failure": "stop", "lost_host_timeout": 60.0}
-        given |= {"start_timeout": 600.0, "hang_detection_timeout": 0.0, "stop_grace": 3.0}
+    def options(self, number: int, overrides: Mapping[str, Any]) -> AgentOptions:
+        """Return the options of a host's agent."""
+        defaults: dict[str, Any] = {
+            "max_restarts": 0,
+            "on_failure": "stop",
+            "lost_host_timeout": 60.0,
+        }
+        defaults |= {"start_timeout": 600.0, "hang_detection_timeout": 0.0, "stop_grace": 3.0}
         if self.count > 1:
-            given |= {"master_addr": "127.0.0.1", "liveness_port": self.port}
-            given |= {"lost_host_timeout": 3.0, "master_name": "h0"}
-            given |= {"hosts": (f"h[0-{self.count - 1}]",)}
+            defaults |= {"master_addr": "127.0.0.1", "liveness_port": self.port}
+            defaults |= {"lost_host_timeout": 3.0, "master_name": "h0"}
+            defaults |= {"hosts": (f"h[0-{self.count - 1}]",)}
         return AgentOptions(
             run_name="toy",
             run_dir=self.root / f"h{number}",
@@ -210,48 +224,50 @@ class Stations:
             node_rank=number,
             first_rank=number,
             nproc=1,
-            **{**given, **told},
+            **{**defaults, **overrides},
         )
 
     def joined(self) -> None:
-        """Wait until every rank works."""
-        for number, station in enumerate(self.stations):
-            directory = station.run_dir / "status"
+        """Wait until every rank has joined."""
+        for number, host in enumerate(self.stations):
+            directory = host.run_dir / "status"
             until(lambda path=directory, rank=number: read_progress(path, rank))
 
     def codes(self, seconds: float = 90) -> list[int]:
-        """The agents' exit codes."""
+        """Wait for all agents, and return their exit codes."""
         deadline = time.monotonic() + seconds
-        for station in self.stations:
+        for host in self.stations:
             try:
-                station.agent.wait(max(0.1, deadline - time.monotonic()))
+                host.agent.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                raise AssertionError(self.said()) from None
-        return [station.agent.returncode for station in self.stations]
+                raise AssertionError(self.read_outputs()) from None
+        return [host.agent.returncode for host in self.stations]
 
     def gone(self, seconds: float = 60) -> None:
-        until(lambda: not any(station.members() for station in self.stations), seconds)
+        """Wait until all processes of the run have ended."""
+        until(lambda: not any(host.members() for host in self.stations), seconds)
 
     def job(self) -> dict[str, Any]:
-        """What the coordinator says."""
+        """Return the coordinator's summary."""
         return dict(json.loads((self[0].run_dir / LIVENESS_FILE).read_text()))
 
-    def said(self) -> str:
-        return "\n".join(f"--- {s.name}\n{s.said()}" for s in self.stations)
+    def read_outputs(self) -> str:
+        return "\n".join(f"--- {s.name}\n{s.read_output()}" for s in self.stations)
 
     def clear(self) -> None:
-        for station in self.stations:
+        for host in self.stations:
             with contextlib.suppress(ProcessLookupError):
-                station.agent.kill()
-            for left in station.members():
-                processes.send(left, signal.SIGKILL, run_id=station.run_id)
-            station.agent.wait()
+                host.agent.kill()
+            for process in host.members():
+                processes.send_signal(process, signal.SIGKILL, run_id=host.run_id)
+            host.agent.wait()
 
 
 @contextlib.contextmanager
-def stations(root: Path, count: int = 2) -> Iterator[Stations]:
-    made = Stations(root, count)
+def stations(root: Path, count: int = 2) -> Iterator[AgentHosts]:
+    """Yield hosts whose agents a test can start, and kill all their processes at the end."""
+    hosts = AgentHosts(root, count)
     try:
-        yield made
+        yield hosts
     finally:
-        made.clear()
+        hosts.clear()

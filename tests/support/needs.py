@@ -1,9 +1,9 @@
-"""What tests need beyond the launcher's own packages, and what a run left out.
+"""Requirements of tests beyond the launcher's packages, and the summary of skipped tests.
 
-A test marked ``compiler``, ``root`` or ``torch`` is skipped, with the reason, where there is none,
-and so is a test that imports a package of the extras ``train``, ``bench`` and ``reference`` where
-that is not installed. With ``FLAGSCALE_REQUIRE_COMPILER=1`` in the environment it fails; so for
-other needs.
+A test marked ``compiler``, ``root`` or ``torch`` is skipped with the reason if the requirement
+is missing, and so is a test that imports a package of the extras ``train``, ``bench`` and
+``reference`` that is not installed. With ``FLAGSCALE_REQUIRE_COMPILER=1`` in the environment it
+fails instead; likewise for the others.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from typing import NoReturn
 import pytest
 from bed.namespaces import search_path
 
-# What extras bring. What launches needs none of it, so there it is a mistake.
+# Packages of extras. The launcher uses none of them, so a missing one is an error in its tests.
 EXTRAS = {"torch", "megatron", "numpy", "tokenizers", "transformers", "sentencepiece", "matplotlib"}
 EXTRAS |= {"peft"}
 LAUNCHING = {"config", "hosts", "launcher", "liveness", "patching", "ssh"}
 
-SYSTEM = "make system"  # in a reason, as "needs root" is: what brings it
+SYSTEM = "make system"  # in a reason, like "needs root": the command that installs it
 
 
-def leave_out(need: str, reason: str) -> NoReturn:
-    """Skip the running test; fail it where FLAGSCALE_REQUIRE_<need> is 1."""
+def skip_or_fail(need: str, reason: str) -> NoReturn:
+    """Skip the running test, or fail it if FLAGSCALE_REQUIRE_<need> is 1."""
     variable = f"FLAGSCALE_REQUIRE_{need.upper()}"
     if os.environ.get(variable) == "1":
         pytest.fail(f"{variable}=1, but {reason}", pytrace=False)
     pytest.skip(reason)
 
 
-def need_program(need: str, name: str) -> str:
-    """The path of program ``name``; the running test is left out where it is not installed."""
-    found = shutil.which(name, path=search_path())
-    if found is None:
-        leave_out(need, f"no {name} on this machine ({SYSTEM})")
-    # Not by /bin where that is a link to /usr/bin: OpenMPI would take `/` for its prefix.
-    return str(Path(found).parent.resolve() / name)
+def require_program(need: str, name: str) -> str:
+    """Return the path of program ``name``, or skip the running test if it is not installed."""
+    path = shutil.which(name, path=search_path())
+    if path is None:
+        skip_or_fail(need, f"no {name} on this machine ({SYSTEM})")
+    # Not through /bin if that is a link to /usr/bin: OpenMPI would derive the prefix `/`.
+    return str(Path(path).parent.resolve() / name)
 
 
-def why_no_compiler() -> str | None:
+def explain_no_compiler() -> str | None:
     if shutil.which("g++") is None:
         return f"no C++ compiler on this machine ({SYSTEM})"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
@@ -55,42 +55,42 @@ def why_no_compiler() -> str | None:
     return None
 
 
-def _why_no_root() -> str | None:
+def _explain_no_root() -> str | None:
     return "needs root" if os.geteuid() else None
 
 
-def _why_no_torch() -> str | None:
+def _explain_no_torch() -> str | None:
     return None if find_spec("torch") else "no torch in this environment"
 
 
 NEEDS: dict[str, Callable[[], str | None]] = {
-    "compiler": why_no_compiler,
-    "root": _why_no_root,
-    "torch": _why_no_torch,
+    "compiler": explain_no_compiler,
+    "root": _explain_no_root,
+    "torch": _explain_no_torch,
 }
 
 
-def _absent(error: BaseException | None, path: Path) -> str | None:
-    """The package of an extra that ``error`` says is not installed."""
+def _explain_missing_extra(error: BaseException | None, path: Path) -> str | None:
+    """Return the reason if ``error`` is the import of an extra's package that is not installed."""
     name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    here = path.relative_to(Path(__file__).parents[1]).parts
-    if name not in EXTRAS or LAUNCHING & set(here) or name in sys.modules or find_spec(name):
+    parts = path.relative_to(Path(__file__).parents[1]).parts
+    if name not in EXTRAS or LAUNCHING & set(parts) or name in sys.modules or find_spec(name):
         return None
     return f"no {name} in this environment"
 
 
-def need(name: str) -> None:
-    """Leave the running test out where one of :data:`NEEDS` is missing."""
+def require(name: str) -> None:
+    """Skip the running test if one of :data:`NEEDS` is missing."""
     if reason := NEEDS[name]():
-        leave_out(name, reason)
+        skip_or_fail(name, reason)
 
 
 @contextmanager
-def _excused(path: Path) -> Iterator[None]:
+def _skip_missing_extras(path: Path) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if reason := _absent(error, path):
+        if reason := _explain_missing_extra(error, path):
             pytest.skip(reason)
         raise
 
@@ -99,19 +99,19 @@ def _excused(path: Path) -> Iterator[None]:
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     for name in NEEDS:
         if item.get_closest_marker(name):
-            need(name)
-    with _excused(item.path):
+            require(name)
+    with _skip_missing_extras(item.path):
         yield
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    with _excused(item.path):
+    with _skip_missing_extras(item.path):
         yield
 
 
 class TestFile(pytest.Module):
-    """A file whose tests are left out where a package that it imports is not installed."""
+    """Test file that is skipped if a package that it imports is not installed."""
 
     __test__ = False
 
@@ -119,7 +119,7 @@ class TestFile(pytest.Module):
         try:
             return super().collect()
         except self.CollectError as error:
-            if reason := _absent(error.__cause__, self.path):
+            if reason := _explain_missing_extra(error.__cause__, self.path):
                 pytest.skip(reason, allow_module_level=True)
             raise
 
@@ -129,7 +129,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What was left out, and the one command that gets it."""
+    """Print the reasons of skipped tests, and the command that installs the requirements."""
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
     if not reasons:

@@ -1,4 +1,4 @@
-"""Runs as they lie on a disk, for tests of their pages."""
+"""Runs on disk, for tests of their report pages."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from flagscale.launcher.planning.model import RunnerHandle
 from flagscale.launcher.state import HostState, RunState
 
 BEGAN = 1_790_000_000.0
-"""When runs were started, in Unix seconds."""
+"""Start time of the runs, in Unix seconds."""
 
 
 def steps(count: int, first: int = 1, **figures: Any) -> Iterator[dict[str, Any]]:
-    """Progress events of steps that follow each other; a figure is a value, or says it of a
-    step."""
-    usual: dict[str, Any] = {"loss": lambda step: 9 - step / count, "grad_norm": 1.5}
+    """Return progress events of consecutive steps; a figure is a value or a function of a step."""
+    defaults: dict[str, Any] = {"loss": lambda step: 9 - step / count, "grad_norm": 1.5}
     for step in range(first, first + count):
-        told = {name: of(step) if callable(of) else of for name, of in {**usual, **figures}.items()}
-        yield {"event": "progress", "step": step, "train_steps": 100, **told}
+        values = {
+            name: figure(step) if callable(figure) else figure
+            for name, figure in {**defaults, **figures}.items()
+        }
+        yield {"event": "progress", "step": step, "train_steps": 100, **values}
 
 
 @dataclass
-class Laid:
-    """A run on the disk that has ended."""
+class StoredRun:
+    """A run on disk that has ended."""
 
     state: RunState
     moment: float = field(default=BEGAN)
 
     def report(self, *events: Mapping[str, Any], rank: int = 0, attempt: str = "status") -> None:
-        """Append events to a rank's file, a second apart."""
+        """Append events to a rank's file, one second apart."""
         host = next(host for host in self.state.hosts if rank in host.ranks)
         directory = host.run_dir / attempt
         directory.mkdir(parents=True, exist_ok=True)
@@ -47,47 +49,49 @@ class Laid:
                 file.write(json.dumps({"time": self.moment, **event}) + "\n")
 
     def end(self, code: int = 0, **more: Any) -> None:
+        """Write the exit record of every host."""
         for host in self.state.hosts:
             host.run_dir.mkdir(parents=True, exist_ok=True)
             record = {"code": code, "phase": "job", "signal": None, "ended": self.moment + 1}
             write_json(host.run_dir / EXIT_FILE, {**record, **more})
 
-    def change(self, **fields: Any) -> Laid:
-        """The same run with other fields of its state."""
+    def change(self, **fields: Any) -> StoredRun:
+        """Return the same run with other fields of its state."""
         self.state = replace(self.state, **fields)
         self.state.save(Layout(self.state.exp_dir).state)
         return self
 
     def agree(self, **job: Any) -> None:
-        """What the coordinator says of the job."""
-        told = {"phase": "over", "attempt": 1, "attempts": 1, "failure": None, "hosts": {}}
+        """Write the coordinator's summary of the job."""
+        summary = {"phase": "over", "attempt": 1, "attempts": 1, "failure": None, "hosts": {}}
         path = self.state.hosts[0].run_dir / LIVENESS_FILE
-        write_json(path, {**told, "restarts": [], **job})
+        write_json(path, {**summary, "restarts": [], **job})
 
     def keep(self, config: Mapping[str, Any], *words: str, run_id: str = "", **plan: Any) -> None:
-        """What a launcher keeps beside the scripts: the plan, of a program of these words, and the
-        configuration."""
+        """Write the launcher's files next to the scripts: the configuration, and the plan of a
+        program with these arguments.
+        """
         layout = Layout(self.state.exp_dir)
         layout.scripts.mkdir(parents=True, exist_ok=True)
         hosts = [{"name": host.name, "program": list(words)} for host in self.state.hosts]
-        whole = {"run_id": run_id or self.state.run_id, "notes": [], **plan, "hosts": hosts}
-        write_json(layout.plan, whole)
+        stored_plan = {"run_id": run_id or self.state.run_id, "notes": [], **plan, "hosts": hosts}
+        write_json(layout.plan, stored_plan)
         layout.config.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
         layout.overrides.write_text(yaml.safe_dump(["train=8b"]), encoding="utf-8")
 
 
-def lay(
+def store_run(
     root: Path, name: str = "tiny", *, hosts: tuple[str, ...] = ("node",), nproc: int = 1,
     run_id: str = "20260921-000000-aaaaaa",
-) -> Laid:  # fmt: skip
-    """A run below ``root``, with nothing reported yet."""
+) -> StoredRun:  # fmt: skip
+    """Create a run below ``root`` without any reports."""
     exp_dir = root / f"exp {run_id}"
-    laid = []
+    host_states = []
     for number, host in enumerate(hosts):
         run_dir = exp_dir / "logs" / "details" / f"host_{number}" / run_id
         run_dir.mkdir(parents=True)
-        own = {what: exp_dir / "logs" / f"{what}_{number}" for what in ("script", "output")}
-        laid.append(
+        files = {kind: exp_dir / "logs" / f"{kind}_{number}" for kind in ("script", "output")}
+        host_states.append(
             HostState(
                 name=host,
                 nproc=nproc,
@@ -95,19 +99,20 @@ def lay(
                 node_rank=number,
                 run_dir=run_dir,
                 pid_file=exp_dir / "pid",
-                **own,
+                **files,
             )
         )
     runner = RunnerHandle("local")
     world = nproc * len(hosts)
-    state = RunState(run_id, name, exp_dir, BEGAN, world, False, 1.0, runner, tuple(laid))
+    state = RunState(run_id, name, exp_dir, BEGAN, world, False, 1.0, runner, tuple(host_states))
     state.save(Layout(exp_dir).state)
-    return Laid(state)
+    return StoredRun(state)
 
 
-class Read(HTMLParser):
-    """A page as a browser takes it apart: its elements in order, its text, what its scripts hold,
-    and what was not closed."""
+class ParsedPage(HTMLParser):
+    """A page as parsed by a browser: elements in order, text, contents of scripts, and unclosed
+    elements.
+    """
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -137,6 +142,6 @@ class Read(HTMLParser):
         return "".join(self.texts)
 
     def of(self, tag: str, **attributes: str) -> list[dict[str, str | None]]:
-        """The attributes of the elements of a tag that have these."""
-        named = {name.rstrip("_"): value for name, value in attributes.items()}
-        return [a for t, a in self.elements if t == tag and named.items() <= a.items()]
+        """Return the attributes of all elements of this tag that have ``attributes``."""
+        required = {name.rstrip("_"): value for name, value in attributes.items()}
+        return [a for t, a in self.elements if t == tag and required.items() <= a.items()]

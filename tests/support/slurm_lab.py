@@ -1,4 +1,4 @@
-"""An experiment that an ordinary user runs on a real Slurm, by the launcher's own command line."""
+"""An experiment of an ordinary user on a real Slurm, through the launcher's own command line."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from flagscale.launcher.preflight.checks import Check
 from flagscale.launcher.runners.slurm.runner import SlurmRunner
 from support.full_disk import small_disk
 from support.launch_lab import Lab, until
-from support.needs import need_program
+from support.needs import require_program
 
-# Joins and works until it is told to end, and saves then. FAIL is the code of rank 1. In MEET, a
-# directory, ranks wait for each other before they have joined.
+# Joins, runs until SIGTERM, then saves and exits. FAIL is the exit code of rank 1. MEET is a
+# directory in which ranks wait for each other before they join.
 PROGRAM = """\
 import os, signal, sys, time
 from pathlib import Path
@@ -70,20 +70,20 @@ SETTINGS = {
     "PreemptType": "preempt/partition_prio",
     "PreemptMode": "REQUEUE",
 }
-# What a job inside another one inherits of it.
+# Variables that a job inherits if it is submitted from within another job.
 INSIDE = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "9", "SLURM_GPUS_PER_NODE": "8", "SBATCH_WAIT": "1"}
 
 
 @dataclass
 class Cluster:
-    """A Slurm with its user, and a directory of the user's that all nodes share."""
+    """A Slurm with its user, and a directory of the user that all nodes share."""
 
     slurm: Slurm
     user: User
     shared: Path
 
     def lab(self, name: str) -> SlurmLab:
-        """A directory for an experiment."""
+        """Return a directory for an experiment."""
         root = self.shared / name
         root.mkdir(mode=0o755)
         os.chown(root, self.user.uid, self.user.gid)
@@ -98,9 +98,11 @@ def cluster(
     accounts: Sequence[str] = (),
     gpus: Sequence[str] = (),
 ) -> Iterator[Cluster]:
-    """Start a Slurm, and have this process's environment lead to it. ``settings`` and what follows
-    are as for :meth:`bed.slurm.Slurm.open`."""
-    # Below a directory that others may enter, as pytest's own are not.
+    """Start a Slurm, and point this process's environment to it.
+
+    The options are those of :meth:`bed.slurm.Slurm.open`.
+    """
+    # Other users may enter this directory, in contrast to pytest's temporary directories.
     with (
         TemporaryDirectory(prefix="slurm-") as name,
         pytest.MonkeyPatch.context() as patch,
@@ -109,12 +111,12 @@ def cluster(
         directory, user = Path(name), User()
         directory.chmod(0o755)
         (directory / "bed").mkdir(mode=0o755)
-        # A file system of its own, which tests may fill.
+        # A separate file system, which tests may fill.
         shared = stack.enter_context(small_disk(directory, "256m"))
         (shared / "home").mkdir(mode=0o755)
-        for made in (shared, shared / "home"):
-            made.chmod(0o755)
-            os.chown(made, user.uid, user.gid)
+        for shared_directory in (shared, shared / "home"):
+            shared_directory.chmod(0o755)
+            os.chown(shared_directory, user.uid, user.gid)
         with (
             known_user(directory, user),
             Bed.open(directory / "bed", hosts, shared=[shared]) as bed,
@@ -126,15 +128,15 @@ def cluster(
                 gpus=gpus,
             ) as slurm,
         ):
-            own = {"HOME": str(shared / "home"), "XDG_STATE_HOME": str(shared / "state")}
-            for variable, value in {**slurm.environment(), **own}.items():
+            environment = {"HOME": str(shared / "home"), "XDG_STATE_HOME": str(shared / "state")}
+            for variable, value in {**slurm.environment(), **environment}.items():
                 patch.setenv(variable, value)
             yield Cluster(slurm, user, shared)
 
 
 @dataclass
 class SlurmLab(Lab):
-    """An experiment of the user's."""
+    """An experiment of the user."""
 
     cluster: Cluster = field(kw_only=True)
     envs: dict[str, str] = field(default_factory=dict)
@@ -144,78 +146,80 @@ class SlurmLab(Lab):
         return [*self.cluster.user.under, "env", *inside, *super().command(*words)]
 
     def slurm(self, *, runner: dict[str, Any] | None = None, **section: Any) -> None:
-        """Write the YAML of a run on two nodes; ``section`` is the runner's ``slurm``."""
-        given = {"type": "slurm", "nproc_per_node": 1, "stop_grace": 5, **(runner or {})}
-        if "hostfile" not in given and "device_type_specific" not in section:
+        """Write the YAML of a run on two nodes; ``section`` is the runner's ``slurm`` section."""
+        runner_section = {"type": "slurm", "nproc_per_node": 1, "stop_grace": 5, **(runner or {})}
+        if "hostfile" not in runner_section and "device_type_specific" not in section:
             section.setdefault("nodes", 2)
-        self.configure(PROGRAM, light=True, runner={**given, "slurm": section}, envs=self.envs)
+        self.configure(
+            PROGRAM, light=True, runner={**runner_section, "slurm": section}, envs=self.envs
+        )
 
     @property
     def job(self) -> str:
         return str(self.state().runner.handle["job"])
 
     def submit(self, *words: str) -> None:
-        """Have the job taken, and wait for nothing."""
-        done = self.do("run", "experiment.runner.wait_for=none", *words)
-        assert done.returncode == 0, done.stdout + done.stderr
+        """Submit the job without waiting for it."""
+        result = self.do("run", "experiment.runner.wait_for=none", *words)
+        assert result.returncode == 0, result.stdout + result.stderr
 
     def forget_job(self) -> dict[str, Any]:
-        """Take the job's id out of the run's state."""
+        """Remove the job's id from the run's state."""
         state = self.state()
         handle = {k: v for k, v in state.runner.handle.items() if k != "job"}
         replace(state, runner=RunnerHandle("slurm", handle)).save(self.layout.state)
         return {}
 
     def query(self) -> dict[str, Any]:
-        """What ``action=query`` tells, by the user in a process that need not start Python."""
+        """Return the result of ``action=query``, run by the user without a new Python process."""
 
-        # Loaded here: the user need not be able to read what is loaded there for the first time.
+        # Imported here, because the user may not be able to read the modules at the first import.
         from flagscale.launcher import failures, snapshot  # noqa: F401
 
-        def ask() -> dict[str, Any]:
+        def run_query() -> dict[str, Any]:
             with closing(SlurmRunner()) as runner:
                 return runner.query(self.state()).to_json()
 
-        return self.cluster.user.do(ask)
+        return self.cluster.user.do(run_query)
 
     def until_state(self, state: str, seconds: float = 30) -> dict[str, Any]:
-        """What ``query`` tells once the run is in this state."""
-        found: dict[str, Any] = until(
+        """Return the result of ``query`` once the run is in this state."""
+        snapshot: dict[str, Any] = until(
             lambda: now if (now := self.query())["state"] == state else None, seconds
         )
-        return found
+        return snapshot
 
     def until_waiting(self, why: str) -> str:
-        """What ``query`` tells of a job that waits, once it is for this reason."""
+        """Return the explanation of a pending job, once the reason is this one."""
 
-        def waits() -> str:
+        def pending_reason() -> str:
             now = self.query()
-            told = str(now["hosts"][0].get("waits", ""))
-            return told if now["state"] == "pending" and why in told else ""
+            reason = str(now["hosts"][0].get("waits", ""))
+            return reason if now["state"] == "pending" and why in reason else ""
 
-        found: str = until(waits, 30)
-        return found
+        explanation: str = until(pending_reason, 30)
+        return explanation
 
     def until_warned(self) -> str:
-        """What ``query`` warns of once the job's end is known."""
-        found: list[str] = until(lambda: self.query()["warnings"], 30)
-        return found[0]
+        """Return the first warning of ``query``, once there is one."""
+        warnings: list[str] = until(lambda: self.query()["warnings"], 30)
+        return warnings[0]
 
     def checks(self) -> list[Check]:
-        """What a preflight finds, asked by this very process."""
+        """Return the results of a preflight by this process."""
         experiment = load(self.root / "conf", "lab", (), "plan").experiment
         with SlurmRunner().prepare(experiment, checking=True) as ready:
             return ready.checks
 
     def processes(self, name: str = "") -> list[HostProcess]:
-        """What lives of the run on the nodes, or on one."""
+        """Return the running processes of the run on the nodes, or on one."""
         hosts = (host for host in self.cluster.slurm.bed.hosts if name in ("", host.name))
         return [p for host in hosts for p in host.find(str(self.root))]
 
     def clear(self) -> None:
         super().clear()
         slurm = self.cluster.slurm
-        # Of a heterogeneous job no component can be cancelled by itself.
+        # Components of a heterogeneous job cannot be cancelled individually.
         if jobs := {job.partition("+")[0] for job in slurm.jobs()}:
             slurm.run("scancel", *jobs)
         slurm.wait_empty()
@@ -223,19 +227,23 @@ class SlurmLab(Lab):
 
 @contextmanager
 def needed_cluster(**options: Any) -> Iterator[Cluster]:
-    """A Slurm; the test is left out, and says so, where there is none. ``options`` are those of
-    :func:`cluster`."""
+    """Yield a Slurm; the test is skipped, with the reason, if there is none.
+
+    ``options`` are those of :func:`cluster`.
+    """
     need_bed()
     for program in (*PROGRAMS, *(accounting.PROGRAMS if "accounts" in options else ())):
-        need_program("slurm", program)
-    with cluster(**options) as made:
-        yield made
+        require_program("slurm", program)
+    with cluster(**options) as new_cluster:
+        yield new_cluster
 
 
 @contextmanager
-def slurm_lab(made: Cluster, name: str) -> Iterator[SlurmLab]:
-    """An experiment in a directory whose name means something to shells and to Slurm."""
-    lab = made.lab(f"{name} 'b' %j $c")
+def slurm_lab(cluster_of_test: Cluster, name: str) -> Iterator[SlurmLab]:
+    """Yield an experiment in a directory whose name contains special characters of shells and
+    Slurm.
+    """
+    lab = cluster_of_test.lab(f"{name} 'b' %j $c")
     yield lab
     lab.clear()
     shutil.rmtree(lab.root)

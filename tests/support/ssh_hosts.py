@@ -1,4 +1,4 @@
-"""Hosts of the bed by their SSH targets, for tests of what happens to many of them at once."""
+"""Hosts of the bed as SSH targets, for tests with many of them at once."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Generic, TypeVar
 from unittest.mock import patch
 
 from flagscale.errors import FlagscaleError
-from flagscale.hosts.executor import Closing, Endpoint, Executor
-from flagscale.hosts.fan_out import LIMIT, Hosts
-from flagscale.hosts.ssh.connection import Connection
+from flagscale.hosts.connection import Closeable, Endpoint, HostConnection
+from flagscale.hosts.fan_out import MAX_PARALLEL_HOSTS, Hosts
+from flagscale.hosts.ssh.connection import SshConnection
 from flagscale.hosts.ssh.dial import Dialer, DialOptions
 from flagscale.hosts.ssh.ssh_config import SshTarget
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What became of one host: ``value``, or ``error`` and then ``value`` is None."""
+    """Result of one host: ``value``, or ``error``, in which case ``value`` is None."""
 
     number: int
     value: T | None
@@ -30,35 +30,37 @@ class Outcome(Generic[T]):
         return self.error is None
 
     def get(self) -> T:
-        """The value; raises the error where there is one."""
+        """Return the value, or raise the error."""
         if self.error is not None:
             raise self.error
         return self.value  # type: ignore[return-value]
 
 
-def outcomes_of(hosts: Hosts, action: Callable[[int, Executor], T], count: int) -> list[Outcome[T]]:
-    """Do ``action`` on every host; what became of each, in their order."""
+def outcomes_of(
+    hosts: Hosts, action: Callable[[int, HostConnection], T], count: int
+) -> list[Outcome[T]]:
+    """Run ``action`` on every host, and return the outcomes in their order."""
     values, errors = hosts.each(action)
     assert {*values, *errors} == set(range(count))
     return [Outcome(number, values.get(number), errors.get(number)) for number in range(count)]
 
 
-class Dialing(Closing):
-    """Opens a connection to a target, by its number, each time it is asked."""
+class Dialing(Closeable):
+    """Connection factory that opens a connection to a target, by its number, on each call."""
 
     def __init__(self, targets: Sequence[SshTarget], options: DialOptions | None) -> None:
         self._targets = targets
         self._dialer = Dialer(options)
 
-    def open(self, endpoint: Endpoint) -> Connection:
+    def open(self, endpoint: Endpoint) -> SshConnection:
         return self._dialer.connect(self._targets[int(endpoint.name)])
 
     def close(self) -> None:
         self._dialer.close()
 
 
-def connect(target: SshTarget, options: DialOptions | None = None) -> Connection:
-    """Log in to one host. The connection's ``close`` also closes the jump hosts' on the way."""
+def connect(target: SshTarget, options: DialOptions | None = None) -> SshConnection:
+    """Log in to one host. The connection's ``close`` also closes those of the jump hosts."""
     dialer = Dialer(options)
     try:
         connection = dialer.connect(target)
@@ -71,13 +73,13 @@ def connect(target: SshTarget, options: DialOptions | None = None) -> Connection
 
 def fan_out(
     targets: Sequence[SshTarget],
-    action: Callable[[Connection], T],
+    action: Callable[[SshConnection], T],
     *,
-    limit: int = LIMIT,
+    limit: int = MAX_PARALLEL_HOSTS,
     options: DialOptions | None = None,
 ) -> list[Outcome[T]]:
-    """Do ``action`` on every target over a connection of its own."""
+    """Run ``action`` on every target over a separate connection."""
     endpoints = [Endpoint(str(number)) for number in range(len(targets))]
-    with patch("flagscale.hosts.fan_out.LIMIT", limit), Hosts(endpoints, {}) as hosts:
-        hosts._openers["ssh"] = Dialing(targets, options)
+    with patch("flagscale.hosts.fan_out.MAX_PARALLEL_HOSTS", limit), Hosts(endpoints, {}) as hosts:
+        hosts._factories["ssh"] = Dialing(targets, options)
         return outcomes_of(hosts, lambda _, connection: action(connection), len(targets))

@@ -1,4 +1,4 @@
-"""An experiment on hosts of the bed, driven by the launcher's own command line."""
+"""An experiment on hosts of the bed, through the launcher's own command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flagscale.launcher.layout import Layout
 from flagscale.launcher.state import RunState, load_state
 from support.launch_lab import PROJECT, light_torchrun, until
 
-# Joins, works until it is told to end, and needs no torch.
+# Joins and runs until SIGTERM, without torch.
 STEADY = """\
 import os, signal, sys, time
 sys.path.insert(0, {project!r})
@@ -28,7 +28,7 @@ rank = int(os.environ["RANK"])
 status = StatusWriter.from_environment(rank)
 status.write("started", rank=rank)
 status.write("joined", backend="none")
-# As torchrun would label it.
+# Labelled like the output of torchrun.
 print(f"{os.uname().nodename}:{rank}: rank {rank} works", flush=True)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 for step in range(10_000):
@@ -51,8 +51,11 @@ class SshLab:
     def configure(
         self, program: str = "", *, light: bool = True, hostfile: str = "", **experiment: Any
     ) -> None:
-        """Write everything. Keyword arguments replace keys of the YAML's ``experiment``; those
-        of ``runner`` and ``envs`` are merged. ``top`` are keys beside ``experiment``."""
+        """Write all files.
+
+        Keyword arguments replace keys of the YAML's ``experiment``; those of ``runner`` and
+        ``envs`` are merged. ``top`` are keys next to ``experiment``.
+        """
         entrypoint = self.root / "program.py"
         text = program or STEADY
         entrypoint.write_text(text.replace("{project!r}", repr(str(PROJECT))), encoding="utf-8")
@@ -83,8 +86,10 @@ class SshLab:
         (conf / "lab.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
 
     def install(self) -> None:
-        """Give hosts with a root of their own the training program, where they see no files of
-        this machine's."""
+        """Copy the training program to hosts with a private root.
+
+        They do not see this machine's files.
+        """
         for host in self.bed.hosts:
             for source in (self.root / "program.py", *(self.root / "light").rglob("*.py")):
                 target = host.path(source)
@@ -98,7 +103,7 @@ class SshLab:
     def do(
         self, action: str, *words: str, under: Sequence[str] = (), timeout: float = 120.0
     ) -> subprocess.CompletedProcess[str]:
-        """An action, run to its end; ``under`` is a command that runs another one."""
+        """Run an action to its end; ``under`` is a command that wraps it."""
         return subprocess.run(
             [*under, *self.command(f"action={action}", *words)],
             cwd=self.root,
@@ -124,8 +129,8 @@ class SshLab:
         return process
 
     def query(self) -> dict[str, Any]:
-        done = self.do("query", "json=true")
-        return dict(json.loads(done.stdout))
+        result = self.do("query", "json=true")
+        return dict(json.loads(result.stdout))
 
     def state(self) -> RunState:
         state = load_state(Layout(self.exp_dir).state)
@@ -133,15 +138,15 @@ class SshLab:
         return state
 
     def members(self, host: Host, run_id: str = "") -> list[HostProcess]:
-        """The processes of the run in a host's own process table."""
+        """Return the processes of the run in the process table of a host."""
         run_id = run_id or self.state().run_id
         alive = [process for process in host.processes() if process.state != "Z"]
         return [p for p in alive if p.environment().get("FLAGSCALE_RUN_ID") == run_id]
 
     def orphans(self) -> dict[str, list[tuple[str, ...]]]:
-        """What is left of the run, by host; empty when every host is clean."""
-        found = {host.name: [p.argv for p in self.members(host)] for host in self.bed.hosts}
-        return {name: left for name, left in found.items() if left}
+        """Return the remaining processes of the run by host; empty if every host is clean."""
+        processes = {host.name: [p.argv for p in self.members(host)] for host in self.bed.hosts}
+        return {name: commands for name, commands in processes.items() if commands}
 
     def clear(self) -> None:
         for process in self.started:
@@ -153,7 +158,7 @@ class SshLab:
 
 @contextmanager
 def ssh_lab(bed: Bed, root: Path, **options: Any) -> Iterator[SshLab]:
-    """A lab for the length of a block. The hosts' processes end with the bed."""
+    """Yield a lab within the block. The hosts' processes end with the bed."""
     root.mkdir(parents=True, exist_ok=True)
     lab = SshLab(bed, root, root / "exp", **options)
     try:
@@ -163,11 +168,13 @@ def ssh_lab(bed: Bed, root: Path, **options: Any) -> Iterator[SshLab]:
 
 
 def bystanders(bed: Bed) -> dict[str, list[int]]:
-    """Start processes of other people that look like ours on every host, a torchrun and another
-    run's rank; their pids by host, as :func:`sleepers` finds them as long as nobody ends them."""
-    other = "FLAGSCALE_RUN_ID=20200101-000000-abcdef exec -a train_gpt.py sleep 1001"
+    """Start processes on every host that resemble a run: a torchrun, and a rank of another run.
+
+    Returns their pids by host, as :func:`sleepers` does while they are all alive.
+    """
+    other_rank = "FLAGSCALE_RUN_ID=20200101-000000-abcdef exec -a train_gpt.py sleep 1001"
     for host in bed.hosts:
-        for command in ("exec -a torchrun sleep 1000", other):
+        for command in ("exec -a torchrun sleep 1000", other_rank):
             subprocess.Popen(
                 ["nsenter", "-t", str(host.pid), "-a", "--", "bash", "-c", command],
                 stdin=subprocess.DEVNULL,
@@ -180,6 +187,6 @@ def bystanders(bed: Bed) -> dict[str, list[int]]:
 
 
 def sleepers(bed: Bed) -> dict[str, list[int]]:
-    """The bystanders that live, by host."""
-    mine = (("1000",), ("1001",))
-    return {h.name: [p.pid for p in h.processes() if p.argv[1:] in mine] for h in bed.hosts}
+    """Return the running bystanders by host."""
+    arguments = (("1000",), ("1001",))
+    return {h.name: [p.pid for p in h.processes() if p.argv[1:] in arguments] for h in bed.hosts}

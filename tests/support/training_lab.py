@@ -1,4 +1,4 @@
-"""A training that several hosts do in a moment, and what its ranks have reported of it."""
+"""A small training run over several hosts, and the losses that its ranks report."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from flagscale.launcher.layout import STATUS_DIRECTORY
-from flagscale.status import read_events, status_files
+from flagscale.status import list_status_files, read_events
 from support.launch_lab import Lab
 
 PROGRAM = Path(__file__).parents[2] / "flagscale" / "train" / "train_gpt.py"
-# The tiny Llama-3 of the examples, smaller still: two CPU cores train two ranks twice here.
+# The tiny Llama-3 of the examples with smaller sizes: two CPU cores run two ranks twice.
 LLAMA: dict[str, Any] = {
     "system": {"distributed_backend": "gloo", "precision": {"bf16": False}},
     "model": {
@@ -23,7 +23,7 @@ LLAMA: dict[str, Any] = {
         "seq_length": 16,
         "micro_batch_size": 1,
         "global_batch_size": 4,
-        "train_iters": 1000,  # of which a run takes the first few
+        "train_iters": 1000,  # more than a run takes
         "normalization": "RMSNorm",
         "swiglu": True,
         "disable_bias_linear": True,
@@ -46,21 +46,23 @@ Step = tuple[int, float, float]
 
 
 def sections(steps: int | None = None, **system: Any) -> dict[str, Any]:
-    """A YAML's ``train`` by which it goes on until the number of steps divides by this one."""
+    """Return the ``train`` sections of a run that exits at the next multiple of ``steps``."""
     logging = {**LOGGING, **system.get("logging", {}), "exit_interval": steps}
     return {**LLAMA, "system": {**LLAMA["system"], **system, "logging": logging}}
 
 
 def losses(lab: Lab, reports: str = STATUS_DIRECTORY) -> list[Step]:
-    """Step, loss and gradient norm of every step that ranks, whichever did, have reported in the
-    last run's directories of this name."""
-    found = []
+    """Return step, loss and gradient norm of all reported steps of the last run.
+
+    ``reports``: name of the status directory.
+    """
+    steps = []
     for host in lab.state().hosts:
-        for path in status_files(host.run_dir / reports):
+        for path in list_status_files(host.run_dir / reports):
             rows = read_events(path)[0]
-            found += [
+            steps += [
                 (e.get("step"), e.get("loss"), e.get("grad_norm"))
                 for e in rows
                 if e.event == "progress"
             ]
-    return sorted(found)
+    return sorted(steps)

@@ -31,7 +31,7 @@ def program(config: Any, *overrides: str) -> tuple[str, ...]:
     return host.program
 
 
-def test_a_mapping_is_what_its_yaml_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mapping_is_equivalent_to_its_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = made(tmp_path)
     plain = made(tmp_path, command=["echo", "${experiment.exp_name}", 1e-05])
@@ -64,7 +64,7 @@ def test_a_mapping_is_what_its_yaml_is(tmp_path: Path, monkeypatch: pytest.Monke
         pytest.param({}, ("experiment.exp_name=a,b[",), "experiment.exp_name=a,b[", id="taken"),
     ],
 )
-def test_what_is_wrong_is_an_error_without_places_that_mean_nothing(
+def test_errors_of_mappings_name_no_file_positions(
     tmp_path: Path, changes: Mapping[str, Any], overrides: Any, said: str
 ) -> None:
     if said.endswith("["):
@@ -76,7 +76,7 @@ def test_what_is_wrong_is_an_error_without_places_that_mean_nothing(
     assert "config.yaml" not in str(caught.value)
 
 
-def test_what_omegaconf_has_made(tmp_path: Path) -> None:
+def test_omegaconf_objects_are_accepted(tmp_path: Path) -> None:
     """Lists in it, and interpolations, are as they were written."""
     config = OmegaConf.create({**made(tmp_path), "device_type_specific": {}})
     config.experiment.exp_dir = str(tmp_path / "exp")
@@ -86,18 +86,18 @@ def test_what_omegaconf_has_made(tmp_path: Path) -> None:
         flagscale.plan(config)
 
 
-def test_texts_in_lists_stay_texts(tmp_path: Path) -> None:
+def test_strings_in_lists_remain_strings(tmp_path: Path) -> None:
     words = ("echo", "1e5", "010", "yes", "2026-11-25", "null")
     assert program(made(tmp_path, command=list(words))) == words
 
 
 @pytest.mark.parametrize("config", [None, 3, ["x.yaml"]])
-def test_what_is_no_configuration(config: Any) -> None:
+def test_invalid_configurations_are_rejected(config: Any) -> None:
     with pytest.raises(ConfigError, match="config: expected a path or nested mappings, found"):
         flagscale.plan(config)
 
 
-def test_a_yaml_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_yaml(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no x\.yaml in"):
         flagscale.plan(tmp_path / "x.yaml")
     with pytest.raises(RunStateError, match="is no run's id"):
@@ -105,7 +105,7 @@ def test_a_yaml_that_is_not_there(tmp_path: Path) -> None:
     assert not issubclass(FlagscaleError, SystemExit)
 
 
-def test_a_program_that_uses_hydra_itself_finds_its_own(tmp_path: Path) -> None:
+def test_hydra_state_of_the_caller_is_preserved(tmp_path: Path) -> None:
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.hydra_config import HydraConfig
@@ -127,14 +127,14 @@ def test_a_program_that_uses_hydra_itself_finds_its_own(tmp_path: Path) -> None:
         HydraConfig.instance().cfg = None
 
 
-def test_threads_get_each_its_own(tmp_path: Path) -> None:
+def test_threads_are_independent(tmp_path: Path) -> None:
     names = [f"name-{number}" for number in range(16)]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda n: program(made(tmp_path), f"experiment.exp_name={n}"), names))
     assert [words[1] for words in found] == names
 
 
-def test_importing_it_loads_nothing() -> None:
+def test_import_is_lazy() -> None:
     code = "import flagscale, flagscale.api, sys; flagscale.launch, flagscale.find; "
     code += "print(sorted({n.partition('.')[0] for n in sys.modules} & "
     code += "{'hydra', 'omegaconf', 'yaml', 'rich', 'torch', 'paramiko'}))"

@@ -1,4 +1,4 @@
-"""The promises of docs/architecture.md that a machine can hold the code to."""
+"""Tests of the rules of docs/design/architecture.md: layers, imports, files that are read."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ import pytest
 from support.launch_lab import Lab
 
 PROJECT = Path(__file__).resolve().parents[2]
-LINES = 410
-SOURCES = (".py", ".sh", ".h", ".cpp", ".cu")
 
-# The packages that each part may import, at the top of a module, in a function or for types alone.
-GROUND = {"errors", "files", "modules", "records", "registry", "status"}
-PARTS = {
-    **{name: set[str]() for name in ("errors", "files", "modules", "sample_statistics", "status")},
+# Top-level modules that any package may import.
+COMMON = {"errors", "files", "module_command", "records", "registry", "status"}
+# Package or top-level module: those it may import. Imports in functions and for types count, too.
+LAYERS = {
+    **{name: set[str]() for name in ("errors", "files", "module_command", "status")},
     "cli_errors": {"errors"},
     "subcommands": {"errors"},
     "records": {"errors", "files"},
@@ -30,12 +29,12 @@ PARTS = {
     "accelerators": {"errors", "registry", "status"},
     "checkpoint_metadata": {"errors"},
     "checkpoints": {"checkpoint_metadata", "errors"},
-    "config": {*GROUND, "accelerators"},
-    "estimate": {*GROUND, "accelerators", "config"},
-    "hosts": {*GROUND, "accelerators", "checkpoints", "config"},
-    "comm": {*GROUND, "accelerators"},
+    "config": {*COMMON, "accelerators"},
+    "estimate": {*COMMON, "accelerators", "config"},
+    "hosts": {*COMMON, "accelerators", "checkpoints", "cli_errors", "config"},
+    "comm": {*COMMON, "accelerators"},
     "launcher": {
-        *GROUND,
+        *COMMON,
         "accelerators",
         "cli_errors",
         "checkpoints",
@@ -45,7 +44,7 @@ PARTS = {
         "comm",
     },
     "train": {
-        *GROUND,
+        *COMMON,
         "accelerators",
         "checkpoint_metadata",
         "checkpoints",
@@ -53,27 +52,26 @@ PARTS = {
         "estimate",
         "comm",
     },
-    "report": {*GROUND, "config", "hosts", "launcher"},
+    "report": {*COMMON, "config", "hosts", "launcher"},
     "bench": {
-        *GROUND,
+        *COMMON,
         "accelerators",
         "cli_errors",
         "subcommands",
         "hosts",
         "comm",
-        "sample_statistics",
         "report",
         "config",
         "launcher",
         "api",
     },
-    "patching": GROUND,
-    "api": {*GROUND, "config", "launcher", "report"},
-    "sweep": {*GROUND, "config", "launcher", "api"},
-    "cli": {*GROUND, "cli_errors", "config", "launcher", "report", "bench", "patching"},
+    "patching": COMMON,
+    "api": {*COMMON, "config", "launcher", "report"},
+    "sweep": {*COMMON, "config", "launcher", "api"},
+    "cli": {*COMMON, "cli_errors", "config", "launcher", "report", "bench", "patching"},
 }
-# What pages are made of, whatever they are of, and what of it each part takes.
-PAGES = {
+# The same for the modules of flagscale.report that render pages, whatever the pages are about.
+PAGE_LAYERS = {
     "html": set[str](),
     "scale": set[str](),
     "figure": {"scale"},
@@ -81,20 +79,20 @@ PAGES = {
     "thin": {"scale"},
     "plot": {"html", "scale", "thin"},
 }
-# Inside launcher: from a plan to what is done with it, never back.
-PLANNED = {"layout", "liveness", "planning"}
-LAUNCHER = {
+# The same within flagscale.launcher: modules that execute a plan import planning, never vice versa.
+PLANNING = {"layout", "liveness", "planning"}
+LAUNCHER_LAYERS = {
     "layout": set[str](),
     "liveness": {"layout"},
     "agent": {"layout", "liveness", "notify"},
     "rank_processes": set(),
     "planning": {"layout", "liveness"},
-    "state": PLANNED,
-    "preflight": {*PLANNED, "state"},
-    "plan_builder": {*PLANNED, "state"},
-    "snapshot": {*PLANNED, "state", "failures"},
+    "state": PLANNING,
+    "preflight": {*PLANNING, "state"},
+    "plan_builder": {*PLANNING, "state"},
+    "snapshot": {*PLANNING, "state", "failures"},
     "runners": {
-        *PLANNED,
+        *PLANNING,
         "state",
         "preflight",
         "plan_builder",
@@ -103,8 +101,22 @@ LAUNCHER = {
         "stop_result",
     },
 }
-HEAVY = {"torch", "megatron", "numpy"}
-TORCH = tuple(
+# The same within flagscale.config.arguments: declarations, then rules, then heterogeneous jobs.
+ARGUMENT_LAYERS = {
+    "compat.aliases": set[str](),
+    "compat.unsupported": {"compat.unsupported_families"},
+    "compat.unsupported_families": set(),
+    "spec": {"compat.aliases", "compat.unsupported"},
+    "compat.huggingface": {"spec"},
+    "rules": {"spec", "compat.huggingface"},
+    "hetero": {"spec", "rules"},
+    "compat.unused": {"spec", "rules"},
+    "compat.substitutions": {"spec", "hetero"},
+    "layout": {"spec", "rules", "hetero"},
+}
+SLOW_IMPORTS = {"torch", "megatron", "numpy"}
+# Packages that may import torch.
+TORCH_PACKAGES = tuple(
     f"flagscale.{part}"
     for part in (
         *("accelerators", "train", "comm", "bench"),
@@ -114,18 +126,18 @@ TORCH = tuple(
 
 
 def _modules() -> dict[str, Path]:
-    found = {}
+    modules = {}
     for path in (PROJECT / "flagscale").rglob("*.py"):
         parts = path.relative_to(PROJECT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
 
 
 MODULES = _modules()
 
 
 def _imports(path: Path) -> Iterator[str]:
-    """What a file imports, anywhere in it: a module's name, or what is taken from one."""
+    """Yield imported modules, and names imported from modules, at any place of a file."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -134,118 +146,149 @@ def _imports(path: Path) -> Iterator[str]:
             yield from (name if name in MODULES else str(node.module) for name in names)
 
 
-GRAPH = {name: set(_imports(path)) for name, path in MODULES.items()}
+IMPORTS = {name: set(_imports(path)) for name, path in MODULES.items()}
 
 
-def _edges(above: str, names: set[str]) -> dict[str, set[str]]:
-    """What the parts below a package import of each other; ``names`` are the parts to look at."""
-    found: dict[str, set[str]] = {name: set() for name in names}
-    for module, imported in GRAPH.items():
-        part = _part(module, above)
-        if part in found:
-            found[part] |= {other for one in imported if (other := _part(one, above))} - {part}
-    return found
+def _import_edges(package: str, parts: set[str]) -> dict[str, set[str]]:
+    """Map each of ``parts`` of a package to the other parts of the package that it imports."""
+    edges: dict[str, set[str]] = {part: set() for part in parts}
+    for module, imports in IMPORTS.items():
+        part = _part(module, package)
+        if part in edges:
+            edges[part] |= {_part(imported, package) for imported in imports} - {part, ""}
+    return edges
 
 
-def _part(module: str, above: str) -> str:
-    start = f"{above}."
-    return module.removeprefix(start).partition(".")[0] if module.startswith(start) else ""
+def _part(module: str, package: str) -> str:
+    """Return the part of ``package`` that a module is in; empty for modules of other packages."""
+    prefix = f"{package}."
+    return module.removeprefix(prefix).partition(".")[0] if module.startswith(prefix) else ""
 
 
-def test_every_part_has_its_place() -> None:
-    assert {_part(module, "flagscale") for module in MODULES} - {""} == set(PARTS)
+def _forbidden(edges: dict[str, set[str]], allowed: dict[str, set[str]]) -> dict[str, set[str]]:
+    forbidden = {part: imports - allowed[part] for part, imports in edges.items()}
+    return {part: imports for part, imports in forbidden.items() if imports}
+
+
+def test_every_package_is_in_a_layer() -> None:
+    assert {_part(module, "flagscale") for module in MODULES} - {""} == set(LAYERS)
 
 
 @pytest.mark.parametrize(
-    ("above", "allowed"),
-    [("flagscale", PARTS), ("flagscale.launcher", LAUNCHER), ("flagscale.report", PAGES)],
+    ("package", "allowed"),
+    [
+        pytest.param("flagscale", LAYERS, id="flagscale"),
+        pytest.param("flagscale.launcher", LAUNCHER_LAYERS, id="launcher"),
+        pytest.param("flagscale.report", PAGE_LAYERS, id="report"),
+    ],
 )
-def test_imports_point_one_way(above: str, allowed: dict[str, set[str]]) -> None:
-    edges = _edges(above, set(allowed))
-    astray = {name: found - allowed[name] for name, found in edges.items()}
-    assert {name: found for name, found in astray.items() if found} == {}
+def test_imports_follow_the_layers(package: str, allowed: dict[str, set[str]]) -> None:
+    assert _forbidden(_import_edges(package, set(allowed)), allowed) == {}
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    TopologicalSorter({name: found & MODULES.keys() for name, found in GRAPH.items()}).prepare()
+def _argument_layer(module: str) -> str:
+    """Return the layer of config.arguments that a module is in; empty for other modules."""
+    package = "flagscale.config.arguments."
+    if not module.startswith(package):
+        return ""
+    name = f"{module.removeprefix(package)}."
+    return next((layer for layer in ARGUMENT_LAYERS if name.startswith(f"{layer}.")), "")
 
 
-def test_training_takes_of_the_configuration_its_arguments_alone() -> None:
-    taken = {one for name in MODULES if _part(name, "flagscale") == "train" for one in GRAPH[name]}
-    config = {one for one in taken if one.startswith("flagscale.config")}
-    assert {one for one in config if not one.startswith("flagscale.config.arguments")} == set()
+def test_argument_packages_import_in_order() -> None:
+    entry_modules = {f"flagscale.config.arguments.{name}" for name in ("check", "derive")}
+    edges: dict[str, set[str]] = {layer: set() for layer in ARGUMENT_LAYERS}
+    for module, imports in IMPORTS.items():
+        if layer := _argument_layer(module):
+            edges[layer] |= {_argument_layer(imported) for imported in imports} - {layer, ""}
+            assert not imports & entry_modules, module
+    assert _forbidden(edges, ARGUMENT_LAYERS) == {}
 
 
-def test_what_pages_are_made_of_knows_nothing_of_runs() -> None:
-    made_of = {f"flagscale.report.{name}" for name in PAGES}
-    taken = {one for name in made_of for one in GRAPH[name] if one.startswith("flagscale")}
-    measuring = {name for name in MODULES if _part(name, "flagscale") == "bench"}
-    taken |= {
-        one for name in measuring for one in GRAPH[name] if _part(one, "flagscale") == "report"
-    }
-    allowed = {*made_of, "flagscale.errors"}
-    assert {one for one in taken if ".".join(one.split(".")[:3]) not in allowed} == set()
+def test_no_import_cycles() -> None:
+    graph = {module: imports & MODULES.keys() for module, imports in IMPORTS.items()}
+    TopologicalSorter(graph).prepare()
+
+
+def _imports_of(package: str) -> set[str]:
+    modules = (name for name in MODULES if _part(name, "flagscale") == package)
+    return {imported for name in modules for imported in IMPORTS[name]}
+
+
+def test_train_imports_only_arguments_of_config() -> None:
+    config = {name for name in _imports_of("train") if name.startswith("flagscale.config")}
+    assert {name for name in config if not name.startswith("flagscale.config.arguments")} == set()
+
+
+def test_page_elements_do_not_import_runs() -> None:
+    """Benchmarks' pages use the elements, too, and nothing else of the package report."""
+    elements = {f"flagscale.report.{name}" for name in PAGE_LAYERS}
+    imports = {name for element in elements for name in IMPORTS[element]}
+    imports = {name for name in imports if name.startswith("flagscale")}
+    imports |= {name for name in _imports_of("bench") if _part(name, "flagscale") == "report"}
+    allowed = {*elements, "flagscale.errors"}
+    assert {name for name in imports if ".".join(name.split(".")[:3]) not in allowed} == set()
 
 
 @pytest.mark.parametrize(
-    ("package", "only"),
+    ("library", "packages"),
     [
         pytest.param("paramiko", ("flagscale.hosts.ssh",), id="ssh"),
-        pytest.param("torch", TORCH, id="torch"),
+        pytest.param("torch", TORCH_PACKAGES, id="torch"),
         pytest.param("megatron", ("flagscale.train",), id="megatron"),
         pytest.param("hydra", ("flagscale.config",), id="hydra"),
         pytest.param("libcst", ("flagscale.patching",), id="libcst"),
     ],
 )
-def test_only_one_part_knows(package: str, only: tuple[str, ...]) -> None:
+def test_library_is_imported_only_by(library: str, packages: tuple[str, ...]) -> None:
     users = {
-        name for name, found in GRAPH.items() if package in {one.partition(".")[0] for one in found}
+        module
+        for module, imports in IMPORTS.items()
+        if library in {imported.partition(".")[0] for imported in imports}
     }
-    rooms = tuple(f"{room}." for room in only)
+    prefixes = tuple(f"{package}." for package in packages)
     assert users
-    assert {name for name in users if not f"{name}.".startswith(rooms)} == set()
+    assert {module for module in users if not f"{module}.".startswith(prefixes)} == set()
 
 
-def test_what_supervises_ranks_needs_the_standard_library_alone() -> None:
-    """So the agent starts fast, and in whatever Python trains."""
+def test_agent_imports_only_the_standard_library() -> None:
+    """It therefore starts fast, in the same Python as the training program."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); "
     code += "import flagscale.launcher.agent, flagscale.launcher.rank_processes"
     subprocess.run([sys.executable, "-I", "-S", "-c", code, str(PROJECT)], check=True)
 
 
-def test_no_file_is_long() -> None:
-    files = [path for top in ("flagscale", "tools") for path in (PROJECT / top).rglob("*")]
-    counts = {
-        str(path.relative_to(PROJECT)): path.read_text(encoding="utf-8").count("\n")
-        for path in files
-        if path.suffix in SOURCES
-    }
-    assert {path: count for path, count in counts.items() if count > LINES} == {}
-
-
-# -- the walk of the data ---------------------------------------------------------------------
+# -- files and modules that commands load ----------------------------------------------------
 
 PROGRAM = "print('hello')\n"
-WATCHED = """\
+AUDITED_PROGRAM = """\
 import collections, json, sys
 opened = collections.Counter()
-sys.addaudithook(lambda event, found: event == "open" and opened.update([str(found[0])]))
+sys.addaudithook(lambda event, args: event == "open" and opened.update([str(args[0])]))
 from pathlib import Path
-shown, sys.stdout = sys.stdout, sys.stderr
+results, sys.stdout = sys.stdout, sys.stderr
 {call}
-print(json.dumps([opened, sorted(sys.modules)]), file=shown)
+print(json.dumps([opened, sorted(sys.modules)]), file=results)
 """
-ACT = """\
+DISPATCH = """\
 from flagscale.launcher.entry import dispatch
-assert dispatch(["--config-path", "conf", "--config-name", "lab", {words}]) == 0
+assert dispatch(["--config-path", "conf", "--config-name", "lab", {arguments}]) == 0
+"""
+DISPATCH_ON_RUN = """\
+from flagscale.errors import RunStateError
+from flagscale.launcher.entry import dispatch
+try:
+    dispatch(["--config-path", "conf", "--config-name", "lab", {arguments}])
+except RunStateError:
+    pass  # no run was started
 """
 LOAD = """\
 from flagscale.config.load import load
 experiment = load(Path("conf"), "lab", []).experiment
 """
 PREPARE = """\
-from flagscale.launcher.runners.base import runner_for
-with runner_for(experiment).prepare(experiment, checking=True) as ready:
+from flagscale.launcher.runners.base import runner_for_experiment
+with runner_for_experiment(experiment).prepare(experiment, checking=True) as ready:
     assert ready.plan.hosts
 """
 
@@ -253,78 +296,104 @@ with runner_for(experiment).prepare(experiment, checking=True) as ready:
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Lab]:
     """An experiment of two YAMLs and a hostfile."""
-    made = Lab(tmp_path, tmp_path / "exp")
+    lab = Lab(tmp_path, tmp_path / "exp")
     (tmp_path / "hosts").write_text("localhost slots=2\n", encoding="utf-8")
     envs = {"API_TOKEN": "s3cr3t", "MORE": "${host:HOME}/x"}
-    made.configure(PROGRAM, light=True, runner={"hostfile": "hosts"})
+    lab.configure(PROGRAM, light=True, runner={"hostfile": "hosts"})
     path = tmp_path / "conf" / "lab.yaml"
     text = path.read_text(encoding="utf-8")
     path.write_text(f"defaults: [_self_, more: x]\n{text}", encoding="utf-8")
     more = tmp_path / "conf" / "more" / "x.yaml"
     more.parent.mkdir()
     more.write_text(f"# @package experiment.envs\n{json.dumps(envs)}\n", encoding="utf-8")
-    yield made
-    made.clear()
+    yield lab
+    lab.clear()
 
 
-def watched(lab: Lab, call: str) -> tuple[dict[str, int], set[str]]:
-    """How often a program opened the lab's files, and the packages that it loaded."""
-    done = subprocess.run(
-        [sys.executable, "-c", WATCHED.format(call=call)],
+def opened_files(lab: Lab, call: str) -> dict[str, int]:
+    """Return how often a program opens each file of the lab."""
+    counts = dict.fromkeys(("lab.yaml", "x.yaml", "hosts"), 0)
+    for path, count in _audit(lab, call)[0].items():
+        if Path(path).name in counts and Path(lab.root, path).is_relative_to(lab.root):
+            counts[Path(path).name] += count
+    return counts
+
+
+def loaded_modules(lab: Lab, call: str) -> set[str]:
+    return set(_audit(lab, call)[1])
+
+
+def _audit(lab: Lab, call: str) -> tuple[dict[str, int], list[str]]:
+    process = subprocess.run(
+        [sys.executable, "-c", AUDITED_PROGRAM.format(call=call)],
         cwd=lab.root,
         env={**os.environ, "PYTHONPATH": str(PROJECT)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    opened, modules = json.loads(done.stdout)
-    counts = dict.fromkeys(("lab.yaml", "x.yaml", "hosts"), 0)
-    for path, count in opened.items():
-        if Path(path).name in counts and Path(lab.root, path).is_relative_to(lab.root):
-            counts[Path(path).name] += count
-    return counts, {name.partition(".")[0] for name in modules}
+    assert process.returncode == 0, process.stderr
+    opened, modules = json.loads(process.stdout)
+    return opened, modules
 
 
-def test_a_dry_run_loads_nothing_that_training_or_reaching_hosts_needs(lab: Lab) -> None:
+def test_dry_run_loads_neither_torch_nor_ssh(lab: Lab) -> None:
     (lab.root / "hosts").write_text("node[01-16] slots=8\n", encoding="utf-8")
-    _, packages = watched(lab, ACT.format(words='"action=dryrun"'))
-    assert packages & {*HEAVY, "paramiko", "rich"} == set()
+    modules = loaded_modules(lab, DISPATCH.format(arguments='"action=dryrun"'))
+    packages = {name.partition(".")[0] for name in modules}
+    assert packages & {*SLOW_IMPORTS, "paramiko", "rich"} == set()
     assert "yaml" in packages
+
+
+@pytest.mark.parametrize("action", ["query", "logs", "stop"])
+def test_commands_on_existing_runs_load_neither_rules_nor_model_families(
+    lab: Lab, action: str
+) -> None:
+    call = DISPATCH_ON_RUN.format(arguments=f'"action={action}"')
+    names = {name.removeprefix("flagscale.config.") for name in loaded_modules(lab, call)}
+    unneeded = (
+        "arguments.rules",
+        "arguments.hetero",
+        "arguments.check",
+        "arguments.compat.huggingface",
+        "checks",
+        "placement",
+    )
+    assert {name for name in names if name.startswith(unneeded)} == set()
+    assert "schema" in names
 
 
 @pytest.mark.parametrize(
     ("call", "hostfile"),
     [
-        pytest.param(ACT.format(words='"action=dryrun"'), 1, id="dryrun"),
-        pytest.param(ACT.format(words='"--cfg", "job"'), 0, id="cfg"),
-        # Checking a configuration looks whether it is there.
+        pytest.param(DISPATCH.format(arguments='"action=dryrun"'), 1, id="dryrun"),
+        pytest.param(DISPATCH.format(arguments='"--cfg", "job"'), 0, id="cfg"),
+        # Checks of a configuration only test whether the hostfile exists.
         pytest.param(LOAD, 0, id="load"),
         pytest.param(LOAD + PREPARE, 1, id="run"),
     ],
 )
-def test_a_file_is_read_once_by_us_and_a_yaml_once_by_hydra(
+def test_each_file_is_read_once_and_each_yaml_once_by_hydra(
     lab: Lab, call: str, hostfile: int
 ) -> None:
-    assert watched(lab, call)[0] == {"lab.yaml": 2, "x.yaml": 2, "hosts": hostfile}
+    assert opened_files(lab, call) == {"lab.yaml": 2, "x.yaml": 2, "hosts": hostfile}
 
 
-def _without_chance(text: str) -> dict[str, Any]:
-    """A plan as JSON without what differs from run to run."""
+def _without_random_parts(text: str) -> dict[str, Any]:
+    """Return a plan without its run id and port, which differ between runs."""
     plan = json.loads(text)
-    named = text.replace(plan["run_id"], "<run>").replace(str(plan["master_port"]), "1")
-    return dict(json.loads(named))
+    text = text.replace(plan["run_id"], "<run>").replace(str(plan["master_port"]), "1")
+    return dict(json.loads(text))
 
 
-@pytest.mark.torch  # it really starts what was shown
-def test_what_a_dry_run_shows_is_what_is_started(lab: Lab) -> None:
-    shown = lab.do("dryrun", "json=true").stdout
-    done = lab.do("test")
-    assert done.returncode == 0, done.stderr
-    started = lab.layout.plan.read_text(encoding="utf-8")
-    plans = [_without_chance(text) for text in (shown, started)]
-    notes = [set(plan.pop("notes")) for plan in plans]
-    assert plans[0] == plans[1]
-    # What only a host can tell is told of by a dry run.
-    assert notes[1] <= notes[0]
-    assert all("s3cr3t" not in text for text in (shown, started))
+@pytest.mark.torch  # it starts the training program
+def test_dry_run_shows_the_scripts_that_a_run_starts(lab: Lab) -> None:
+    printed = lab.do("dryrun", "json=true").stdout
+    process = lab.do("test")
+    assert process.returncode == 0, process.stderr
+    saved = lab.layout.plan.read_text(encoding="utf-8")
+    dry_run, started = _without_random_parts(printed), _without_random_parts(saved)
+    # A dry run has notes on conditions that only the hosts could check.
+    assert set(started.pop("notes")) <= set(dry_run.pop("notes"))
+    assert dry_run == started
+    assert all("s3cr3t" not in text for text in (printed, saved))

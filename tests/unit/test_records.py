@@ -31,14 +31,14 @@ class Plan:
 PLAN = Plan((Inner(Path("/a b"), "in"), Inner(Path("c"), None)), ("x", 1), {"a": True, "b": "1"})
 
 
-def test_a_plan_comes_back_as_it_was() -> None:
+def test_plan_round_trips() -> None:
     found = decode(Plan, encode(PLAN))
     assert found == PLAN
     assert found.values["a"] is True
 
 
 @given(st.dictionaries(st.text(), st.one_of(st.text(), st.integers(-9, 9), st.booleans())))
-def test_any_values_come_back(values: dict[str, Any]) -> None:
+def test_any_values_round_trip(values: dict[str, Any]) -> None:
     plan = replace(PLAN, values=values)
     assert decode(Plan, encode(plan)) == plan
 
@@ -56,13 +56,13 @@ def test_any_values_come_back(values: dict[str, Any]) -> None:
         pytest.param({"share": "1"}, id="number"),
     ],
 )
-def test_what_is_none_is_refused(change: dict[str, Any]) -> None:
+def test_invalid_records_are_rejected(change: dict[str, Any]) -> None:
     text = json.dumps({**json.loads(encode(PLAN)), **change})
     with pytest.raises(ConfigError, match="is no Plan"):
         decode(Plan, text)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", '"x"', "[" * 100_000])
-def test_no_text_breaks_it(text: str) -> None:
+def test_any_text_is_accepted_or_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="is no Plan"):
         decode(Plan, text)

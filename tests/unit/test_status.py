@@ -1,4 +1,4 @@
-"""What ranks have reported, read back."""
+"""Tests of reading status files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flagscale.status import Event, StatusWriter, read_events, status_files
+from flagscale.status import Event, StatusWriter, list_status_files, read_events
 
 GOOD = [
     {"time": 1.5, "event": "joined", "backend": "gloo"},
@@ -26,8 +26,8 @@ LINES = st.sampled_from(
 )
 
 
-def _alone(line: bytes) -> list[Event]:
-    """The event of a line, if it is one by itself."""
+def _parse_single_line(line: bytes) -> list[Event]:
+    """Return the event of a single line, if it is valid."""
     try:
         record: Any = json.loads(line)
     except ValueError:
@@ -40,20 +40,20 @@ def _alone(line: bytes) -> list[Event]:
 
 
 @given(st.lists(LINES, max_size=8))
-def test_damaged_lines_are_passed_over_whatever_stands_beside_them(lines: list[bytes]) -> None:
+def test_corrupt_lines_are_skipped(lines: list[bytes]) -> None:
     with TemporaryDirectory() as directory:
         path = Path(directory, "rank_3.jsonl")
         path.write_bytes(b"".join(line + b"\n" for line in lines))
         found, offset = read_events(path)
-    expected = [event for line in lines for event in _alone(line)]
+    expected = [event for line in lines for event in _parse_single_line(line)]
     assert str(found) == str(expected)  # NaN is not NaN
     assert offset == sum(len(line) + 1 for line in lines)
 
 
-def test_a_file_is_read_on_from_where_it_ended(tmp_path: Path) -> None:
+def test_reading_continues_at_the_offset(tmp_path: Path) -> None:
     writer = StatusWriter(tmp_path, 12)
     writer.write("joined", backend="gloo", place=None)
-    (path,) = status_files(tmp_path)
+    (path,) = list_status_files(tmp_path)
     first, offset = read_events(path)
     assert [(e.rank, e.event, dict(e.fields)) for e in first] == [
         (12, "joined", {"backend": "gloo"})
@@ -66,6 +66,6 @@ def test_a_file_is_read_on_from_where_it_ended(tmp_path: Path) -> None:
     assert read_events(tmp_path / "rank_7.jsonl", 5) == ([], 5)
 
 
-def test_an_event_that_nobody_knows_is_a_mistake(tmp_path: Path) -> None:
+def test_unknown_events_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown status event 'lunch'"):
         StatusWriter(tmp_path, 0).write("lunch")

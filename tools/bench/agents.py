@@ -1,4 +1,4 @@
-"""Measure what it costs one coordinator to keep the agents of many hosts together; print JSON."""
+"""Benchmark one coordinator with the agents of many hosts; print the results as JSON."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-import crowd
+import simulated_agents
 
 from flagscale.bench import machine
 from flagscale.errors import FlagscaleError
@@ -20,16 +18,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog="The machine should be idle. Takes half a minute."
     )
-    parser.add_argument("--count", type=int, default=1000, help="hosts beside the first")
-    parser.add_argument("--seconds", type=float, default=20.0, help="length of the rest")
+    parser.add_argument(
+        "--count", type=int, default=1000, help="number of simulated hosts (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=20.0,
+        help="duration of the idle measurement (default: %(default)s)",
+    )
     options = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            measured = crowd.measure(Path(scratch), count=options.count, seconds=options.seconds)
+            measured = simulated_agents.measure_coordinator(
+                Path(scratch), count=options.count, seconds=options.seconds
+            )
     except FlagscaleError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(json.dumps({**machine.facts(), "agents": options.count, **measured}, indent=2))
+    print(json.dumps({**machine.describe_machine(), "agents": options.count, **measured}, indent=2))
     return 0
 
 

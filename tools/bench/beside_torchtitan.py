@@ -1,9 +1,9 @@
-"""Measure the rows of :mod:`gpu` beside torchtitan, on the same GPUs in the same run.
+"""Benchmark rows of :mod:`gpu` against torchtitan, on the same GPUs in the same run.
 
-torchtitan trains the same model in bf16 with FSDP2 and torch.compile, without recomputing, with as
-many tokens a step. Both do it once in the row's micro-batches and once in micro-batches twice as
-large, in turn; the faster of each is compared. torchtitan has to be importable with what it needs;
-its Llama-3-8B is cut to the row's layers.
+torchtitan trains the same model in bf16 with FSDP2 and torch.compile, without activation
+recomputation, and with as many tokens per step. Both trainers run with the row's micro-batch size
+and with twice that size, alternately. The faster run of each trainer is compared. torchtitan and
+its dependencies must be importable. Its Llama-3-8B is reduced to the row's number of layers.
 
     python tools/bench/beside_torchtitan.py --checkout ~/torchtitan --rows dp2,dp2-8k
 """
@@ -23,13 +23,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import gpu
 
 from flagscale.bench import machine
-from flagscale.cli_errors import guard
+from flagscale.cli_errors import run_command
 from flagscale.errors import ConfigError, JobError
 
 FLAVOR = """
@@ -38,74 +35,81 @@ from torchtitan.models.llama3 import llama3_args
 
 llama3_args["cut"] = replace(llama3_args["8B"], n_layers={layers})
 """
-"""A module that torchtitan imports before it builds the model."""
-LINE = re.compile(r"step: +(\d+) .*?memory: +([\d.]+)GiB.*?tps: ([\d,]+)")
-"""What torchtitan logs of a step; the memory is what its allocator holds, in GiB."""
+"""Module that torchtitan imports before it builds the model."""
+LOG_LINE = re.compile(r"step: +(\d+) .*?memory: +([\d.]+)GiB.*?tps: ([\d,]+)")
+"""Pattern of torchtitan's log line of a step. Memory is the GiB reserved by its allocator."""
 
 
-def beside(
-    rows: Sequence[gpu.Row], steps: int, checkout: Path, scratch: Path
+def compare_rows(
+    rows: Sequence[gpu.GpuRow], steps: int, checkout: Path, scratch: Path
 ) -> Iterator[dict[str, Any]]:
-    """For each row a record: our runs and torchtitan's in turn, and the fastest of ours by the
-    fastest of theirs."""
+    """Measure each row with both trainers and yield a record with the ratio of the fastest runs."""
     for row in rows:
         ours, theirs = [], []
         for factor in (1, 2):
-            ours.append(ours_once(larger(row, factor), steps, scratch / f"ours-{factor}"))
-            theirs.append(torchtitan(larger(row, factor), steps, checkout, scratch))
-        best, reference = fastest(ours), fastest(theirs)
+            ours.append(
+                measure_flagscale(scale_micro_batch(row, factor), steps, scratch / f"ours-{factor}")
+            )
+            theirs.append(
+                measure_torchtitan(scale_micro_batch(row, factor), steps, checkout, scratch)
+            )
+        best, reference = best_throughput(ours), best_throughput(theirs)
         ratio = round(best / reference, 3) if reference else None
         yield {"name": row.name, "ours": ours, "torchtitan": theirs, "ratio": ratio}
 
 
-def larger(row: gpu.Row, factor: int) -> gpu.Row:
-    """The same tokens a step in micro-batches ``factor`` times as large."""
+def scale_micro_batch(row: gpu.GpuRow, factor: int) -> gpu.GpuRow:
+    """Return the row with micro-batches ``factor`` times as large and as many tokens per step."""
     micro_batch, accumulated = row.micro_batch * factor, row.accumulated // factor
     return replace(row, micro_batch=micro_batch, accumulated=accumulated)
 
 
-def fastest(records: Sequence[dict[str, Any]]) -> int:
-    """In tokens a second and GPU; 0 where none fits."""
+def best_throughput(records: Sequence[dict[str, Any]]) -> int:
+    """Return the highest tokens per second per GPU, or 0 if no run fits in memory."""
     return max(int(record.get("tokens_per_second_per_gpu", 0)) for record in records)
 
 
-def ours_once(row: gpu.Row, steps: int, scratch: Path) -> dict[str, Any]:
-    """One record of ours."""
+def measure_flagscale(row: gpu.GpuRow, steps: int, scratch: Path) -> dict[str, Any]:
+    """Measure a row once with flagscale."""
     scratch.mkdir(exist_ok=True)
-    (record,) = gpu.measure([row], steps, scratch, None)
+    (record,) = gpu.measure_rows([row], steps, scratch, None)
     return record
 
 
-def torchtitan(row: gpu.Row, steps: int, checkout: Path, scratch: Path) -> dict[str, Any]:
-    """One run of torchtitan.
+def measure_torchtitan(
+    row: gpu.GpuRow, steps: int, checkout: Path, scratch: Path
+) -> dict[str, Any]:
+    """Measure a row once with torchtitan.
 
     Raises:
-        JobError: it fails, and not for want of memory.
+        JobError: The run failed for another reason than GPU memory.
     """
     directory = scratch / f"torchtitan-{row.name}-{row.micro_batch}"
     directory.mkdir()
     write_texts(directory / "texts")
     (directory / "flavor_of_row.py").write_text(FLAVOR.format(layers=row.layers))
-    found = run(row, steps, checkout, directory)
+    process = run_torchtitan(row, steps, checkout, directory)
     record: dict[str, Any] = {"micro_batch": row.micro_batch}
-    if found.returncode:
-        if "OutOfMemoryError" in found.stdout:
+    if process.returncode:
+        if "OutOfMemoryError" in process.stdout:
             return {**record, "failed": "out of memory"}
-        raise JobError(f"torchtitan ended with {found.returncode}:\n{found.stdout[-3000:]}")
-    told = [(int(s), float(m), int(t.replace(",", ""))) for s, m, t in LINE.findall(found.stdout)]
-    counted = [speed for step, _, speed in told if step > gpu.WARM_UP]
+        raise JobError(f"torchtitan ended with {process.returncode}:\n{process.stdout[-3000:]}")
+    logged_steps = [
+        (int(s), float(m), int(t.replace(",", ""))) for s, m, t in LOG_LINE.findall(process.stdout)
+    ]
+    counted = [speed for step, _, speed in logged_steps if step > gpu.WARM_UP]
     return {
         **record,
         "tokens_per_second_per_gpu": round(statistics.median(counted)),
         "tokens_per_second_of_all": counted,
-        "memory_gib": max(memory for _, memory, _ in told),
+        "memory_gib": max(memory for _, memory, _ in logged_steps),
     }
 
 
-def run(
-    row: gpu.Row, steps: int, checkout: Path, directory: Path
+def run_torchtitan(
+    row: gpu.GpuRow, steps: int, checkout: Path, directory: Path
 ) -> subprocess.CompletedProcess[str]:
-    """Train by torchtitan; what it printed."""
+    """Run torchtitan's training program."""
     batch = row.micro_batch * row.accumulated * row.replicas
     options = {
         "model.name": "llama3",
@@ -141,7 +145,7 @@ def run(
 
 
 def write_texts(directory: Path, count: int = 256) -> None:
-    """Texts long enough for every step, read again from the first after the last."""
+    """Write texts long enough for every step. The data set starts over after the last one."""
     directory.mkdir()
     words = ["the", "model", "reads", "every", "word", "and", "tells", "which", "one", "is", "next"]
     texts = (" ".join(words[(i * j) % len(words)] for j in range(8192)) for i in range(count))
@@ -149,15 +153,15 @@ def write_texts(directory: Path, count: int = 256) -> None:
     (directory / "data.json").write_text("\n".join(lines) + "\n")
 
 
-def line(record: dict[str, Any]) -> str:
-    """A record to read."""
+def format_record(record: dict[str, Any]) -> str:
+    """Format a record as a table line."""
     ours, theirs = (
         ", ".join(
-            f"{each.get('tokens_per_second_per_gpu', each.get('failed'))} (batch "
-            f"{each['micro_batch']}, {each.get('memory_gib', 0):.1f} GiB)"
-            for each in record[whose]
+            f"{run.get('tokens_per_second_per_gpu', run.get('failed'))} (batch "
+            f"{run['micro_batch']}, {run.get('memory_gib', 0):.1f} GiB)"
+            for run in record[trainer]
         )
-        for whose in ("ours", "torchtitan")
+        for trainer in ("ours", "torchtitan")
     )
     return f"{record['name']:>8} | tok/s/GPU: {ours} | torchtitan {theirs} | {record['ratio']}"
 
@@ -166,25 +170,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--checkout", type=Path, required=True, help="torchtitan's source")
-    parser.add_argument("--rows", default="dp2,dp2-8k", help="of gpu.py, %(default)s")
-    parser.add_argument("--steps", type=int, default=12, help="of each run, %(default)s")
+    parser.add_argument("--checkout", type=Path, required=True, help="source tree of torchtitan")
+    parser.add_argument(
+        "--rows", default="dp2,dp2-8k", help="comma-separated rows of gpu.py (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=12, help="training steps per run (default: %(default)s)"
+    )
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
     checkout = options.checkout.absolute()
     if not (checkout / "torchtitan" / "train.py").is_file():
         raise ConfigError(f"--checkout: {checkout} has no torchtitan/train.py")
-    rows = gpu.chosen(options.rows)
+    rows = gpu.select_rows(options.rows)
     records = []
     with tempfile.TemporaryDirectory() as scratch:
-        for record in beside(rows, options.steps, checkout, Path(scratch)):
+        for record in compare_rows(rows, options.steps, checkout, Path(scratch)):
             records.append(record)
-            print(line(record), flush=True)
+            print(format_record(record), flush=True)
             if options.output:
-                facts = {**machine.facts("torch", "triton", "megatron-core"), **gpu.gpu_facts()}
+                facts = {
+                    **machine.describe_machine("torch", "triton", "megatron-core"),
+                    **gpu.query_gpus(),
+                }
                 options.output.write_text(json.dumps({**facts, "rows": records}, indent=1) + "\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(guard(main))
+    sys.exit(run_command(main))

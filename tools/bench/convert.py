@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Measure conversions and a start from a model of Hugging Face; write the figures.
+"""Benchmark checkpoint conversion and a training start from a Hugging Face model.
 
-Models with layers as wide as Llama-3-8B's, of random weights in 16 bits, are converted to
-checkpoints of ours and back by ``flagscale convert``, each in a process of its own on one core,
-which has converted next to nothing before, so that everything is imported. Told are its CPU
-seconds, those of the kernel among them; the time; and the most memory that is not mapped files,
-beyond what was taken before. Of several rounds it is the one that took the fewest CPU seconds:
-whatever else the machine does only slows. ``--start`` begins a training with such weights instead:
-it tells how long reading their file takes, and how long building the model with these weights and
-with drawn ones.
+Models with layers as wide as Llama-3-8B's and random 16-bit weights are converted to flagscale
+checkpoints and back by ``flagscale convert``. Each conversion runs in a process of its own on one
+core. The process first converts a tiny model, so that all imports are done. Reported are its CPU
+seconds, including those of the kernel, the elapsed time, and the peak memory above the memory used
+before, without mapped files. The round with the fewest CPU seconds counts, because other load on
+the machine can only slow it down.
+
+``--start`` measures the start of a training run with such weights instead: the time to read the
+weight file, and the time to build the model with these weights and with random ones.
 
     python tools/bench/convert.py --gigabytes 1 4 16 --output docs/results/convert-cpu.json
     python tools/bench/convert.py --start --output docs/results/convert-cpu.json
@@ -30,21 +31,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import torch
 
 from flagscale.bench import machine
-from flagscale.cli_errors import guard
-from flagscale.config.arguments.flatten import flatten
-from flagscale.config.arguments.huggingface.models import arguments_of, effective, missing
-from flagscale.config.arguments.huggingface.reading import read_config
-from flagscale.config.arguments.registry import arguments
+from flagscale.cli_errors import run_command
+from flagscale.config.arguments.compat.huggingface.models import (
+    arguments_of,
+    effective,
+    missing_arguments,
+)
+from flagscale.config.arguments.compat.huggingface.reading import read_config
+from flagscale.config.arguments.spec.command_line import words_of
+from flagscale.config.arguments.spec.registry import arguments
 from flagscale.errors import JobError
-from flagscale.train.checkpoint.formats.base import Model
+from flagscale.train.checkpoint.formats.base import StoredModel
 from flagscale.train.checkpoint.formats.huggingface import HuggingFace
-from flagscale.train.checkpoint.formats.tables import entries
-from flagscale.train.checkpoint.formats.tensors import Mapped, Shape
+from flagscale.train.checkpoint.formats.lazy_tensors import MappedTensor, Shape
+from flagscale.train.checkpoint.formats.weight_mappings import iter_weights
 
 PROJECT = Path(__file__).resolve().parents[2]
 CONFIG = {
@@ -69,7 +72,7 @@ MEDIUM = {
     "num_attention_heads": 16,
     "vocab_size": 16000,
 }
-"""One of which a rank's optimizer is soon made."""
+"""Sizes of a model for which the optimizer of one rank is created quickly."""
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -78,11 +81,11 @@ TINY = {
     "head_dim": 32,
     "vocab_size": 64,
 }
-LAYER, ENDS = 436_224_000, 524_296_192
-"""Bytes of a layer, and of what is no layer."""
-PAUSE = 0.005
-READ = 8 << 20
-RUN = (
+LAYER_BYTES, OTHER_BYTES = 436_224_000, 524_296_192
+"""Bytes of one layer, and of all weights outside the layers."""
+POLL_SECONDS = 0.005
+READ_BYTES = 8 << 20
+TRAINING_ARGUMENTS = (
     "--seq-length 32 --micro-batch-size 1 --global-batch-size 1 --lr 1e-3 --train-iters 1 "
     "--mock-data --device cpu --eval-iters 0 --num-workers 0 --hidden-dropout 0 "
     "--attention-dropout 0 --bf16 --optimizer sgd --sgd-momentum 0"
@@ -91,83 +94,109 @@ RUN = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--gigabytes", type=int, nargs="+", default=[1], help="sizes of models")
-    parser.add_argument("--rounds", type=int, default=3, help="of all conversions, %(default)s")
-    parser.add_argument("--start", action="store_true", help="measure a start of training instead")
-    parser.add_argument("--directory", type=Path, help="where to write; a temporary one without it")
-    parser.add_argument("--output", type=Path, help="JSON file to write, or to add to")
+    parser.add_argument(
+        "--gigabytes",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="model sizes in GB (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="rounds over all conversions (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--start", action="store_true", help="measure the start of a training run instead"
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        help="parent of the working directory (default: the system's temporary directory)",
+    )
+    parser.add_argument("--output", type=Path, help="JSON file to write or to extend")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--convert", type=Path, nargs=3, help=argparse.SUPPRESS)
-    options, further = parser.parse_known_args(argv)
+    options, extra_arguments = parser.parse_known_args(argv)
     if options.rank:
-        return rank_main(options.rank, further)
+        return rank_main(options.rank, extra_arguments)
     if options.convert:
         tiny, source, target = options.convert
-        return convert_main(tiny, source, target, further)
-    before = machine.facts("flagscale", "torch")
-    found: dict[str, Any] = {}
+        return convert_main(tiny, source, target, extra_arguments)
+    machine_facts = machine.describe_machine("flagscale", "torch")
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         root = Path(directory)
         if options.start:
-            found["start"] = {**before, **start(root)}
+            results["start"] = {**machine_facts, **measure_start(root)}
         else:
             write_model(root / "tiny", 1, TINY)
             for size in options.gigabytes:
-                layers = max(1, round((size * 1e9 - ENDS) / LAYER))
+                layers = max(1, round((size * 1e9 - OTHER_BYTES) / LAYER_BYTES))
                 model = write_model(root / "model", layers)
-                rounds = [conversions(model, root) for _ in range(options.rounds)]
-                found[f"{size} GB"] = {**before, "rounds": len(rounds), "rows": told(rounds)}
+                rounds = [measure_conversions(model, root) for _ in range(options.rounds)]
+                results[f"{size} GB"] = {
+                    **machine_facts,
+                    "rounds": len(rounds),
+                    "rows": summarize_rounds(rounds),
+                }
                 shutil.rmtree(model)
-    print(json.dumps(found, indent=1))
+    print(json.dumps(results, indent=1))
     if options.output:
         earlier = json.loads(options.output.read_text()) if options.output.exists() else {}
-        options.output.write_text(json.dumps({**earlier, **found}, indent=1) + "\n")
+        options.output.write_text(json.dumps({**earlier, **results}, indent=1) + "\n")
     return 0
 
 
-def write_model(path: Path, layers: int, more: dict[str, Any] | None = None) -> Path:
-    """A directory of Hugging Face with a model of random weights."""
-    config = {**CONFIG, "num_hidden_layers": layers, **(more or {})}
+def write_model(path: Path, layers: int, overrides: dict[str, Any] | None = None) -> Path:
+    """Write a Hugging Face model directory with random weights. Return its path."""
+    config = {**CONFIG, "num_hidden_layers": layers, **(overrides or {})}
     values = effective(arguments_of(config))
     noise = torch.randn(1 << 23).to(torch.bfloat16)
 
-    def made(shape: Shape) -> Mapped:
+    def create_tensor(shape: Shape) -> MappedTensor:
         def get() -> torch.Tensor:
             return noise[: shape[-1]].expand(shape)
 
-        return Mapped(shape, torch.bfloat16, get)
+        return MappedTensor(shape, torch.bfloat16, get)
 
     tensors = {
-        entry.name: entry.rule.join([made(shape) for _, shape in entry.theirs], entry.sizes)
-        for entry in entries("llama", values)
+        entry.name: entry.transform.to_megatron(
+            [create_tensor(shape) for _, shape in entry.sources], entry.sizes
+        )
+        for entry in iter_weights("llama", values)
     }
-    model = Model(path, "llama", values, tensors, config)
+    model = StoredModel(path, "llama", values, tensors, config)
     return HuggingFace().write(model, path, lambda _size: None, lambda _written: None)
 
 
-def conversions(model: Path, root: Path) -> dict[str, dict[str, float]]:
-    """What converting a model there and back takes, with what was written read again, and without;
-    nothing stays of it."""
+def measure_conversions(model: Path, root: Path) -> dict[str, dict[str, float]]:
+    """Measure converting a model to a flagscale checkpoint and back, with and without verification.
+
+    The converted models are removed.
+    """
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    found = {}
-    for way, flags in (("compared", []), ("not compared", ["--no-verify"])):
+    rows = {}
+    for verification, flags in (("compared", []), ("not compared", ["--no-verify"])):
         ours, back = root / "ours", root / "back"
-        found[f"Hugging Face to ours, {way}"] = converted(model, ours, flags)
-        found[f"ours to Hugging Face, {way}"] = converted(ours, back, flags)
+        rows[f"Hugging Face to ours, {verification}"] = run_conversion(model, ours, flags)
+        rows[f"ours to Hugging Face, {verification}"] = run_conversion(ours, back, flags)
         shutil.rmtree(ours)
         shutil.rmtree(back)
-    for row in found.values():
+    for row in rows.values():
         row["bytes"] = size
-    return found
+    return rows
 
 
-def converted(source: Path, target: Path, flags: Sequence[str]) -> dict[str, float]:
-    """CPU seconds, time and memory of a conversion on one core."""
+def run_conversion(source: Path, target: Path, flags: Sequence[str]) -> dict[str, float]:
+    """Run one conversion on one core. Return its CPU seconds, elapsed time and memory.
+
+    Raises:
+        JobError: The conversion failed.
+    """
     tiny = source.parent / "tiny"
-    words = ["--convert", str(tiny), str(source), str(target), *flags]
+    arguments = ["--convert", str(tiny), str(source), str(target), *flags]
     environment = {**os.environ, "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, __file__, *words],
+        [sys.executable, __file__, *arguments],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -177,52 +206,52 @@ def converted(source: Path, target: Path, flags: Sequence[str]) -> dict[str, flo
     output, errors = process.communicate()
     if process.returncode:
         raise JobError(f"{source} was not converted:\n{errors}")
-    found: dict[str, float] = json.loads(output.splitlines()[-1])
-    return found
+    figures: dict[str, float] = json.loads(output.splitlines()[-1])
+    return figures
 
 
 def convert_main(tiny: Path, source: Path, target: Path, flags: Sequence[str]) -> int:
-    """Convert ``tiny``, and then what is measured; the figures, on standard output."""
+    """Convert ``tiny``, then run the measured conversion. Print its figures as JSON."""
     from flagscale.train.checkpoint.formats import convert
 
     with tempfile.TemporaryDirectory() as directory:
         for start, end in (tiny, Path(directory) / "ours"), (Path(directory) / "ours", None):
             convert.main([str(start), str(end or Path(directory) / "back")])
-    before, most, begin = os.times(), [0], time.monotonic()
-    idle, over = anonymous(), threading.Event()
-    watch = threading.Thread(target=watched, args=(most, over))
-    watch.start()
+    before, peak, begin = os.times(), [0], time.monotonic()
+    idle, stop = read_anonymous_memory(), threading.Event()
+    tracker = threading.Thread(target=track_peak_memory, args=(peak, stop))
+    tracker.start()
     code = convert.main([str(source), str(target), *flags])
     after, seconds = os.times(), time.monotonic() - begin
-    over.set()
-    watch.join()
+    stop.set()
+    tracker.join()
     cpu = {"user": after.user - before.user, "system": after.system - before.system}
-    memory = {"memory": most[0] - idle, "idle": idle}
+    memory = {"memory": peak[0] - idle, "idle": idle}
     print(json.dumps({"seconds": seconds, **cpu, **memory}))
     return code
 
 
-def watched(most: list[int], over: threading.Event) -> None:
-    """Keep the most memory of its own that this process has until it is ``over``."""
-    while not over.wait(PAUSE):
-        most[0] = max(most[0], anonymous())
+def track_peak_memory(peak: list[int], stop: threading.Event) -> None:
+    """Record this process's peak anonymous memory in ``peak[0]`` until ``stop`` is set."""
+    while not stop.wait(POLL_SECONDS):
+        peak[0] = max(peak[0], read_anonymous_memory())
 
 
-def anonymous() -> int:
-    """Bytes of memory that this process has beside mapped files."""
+def read_anonymous_memory() -> int:
+    """Return the bytes of this process's resident memory without mapped files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith("RssAnon:")]
     return int(line.split()[1]) << 10
 
 
-def told(rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, Any]]:
-    """The figures of all conversions by name, each of its best round."""
-    found: dict[str, dict[str, Any]] = {}
+def summarize_rounds(rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, Any]]:
+    """Summarize each conversion by its best round."""
+    summary: dict[str, dict[str, Any]] = {}
     for name in rounds[0]:
-        rows = [one[name] for one in rounds]
+        rows = [conversions[name] for conversions in rounds]
         best = min(rows, key=lambda row: row["user"] + row["system"])
         cpu = best["user"] + best["system"]
-        found[name] = {
+        summary[name] = {
             "gigabytes": round(best["bytes"] / 1e9, 3),
             "megabytes_per_cpu_second": round(best["bytes"] / 1e6 / cpu),
             "megabytes_per_second": round(best["bytes"] / 1e6 / best["seconds"]),
@@ -232,59 +261,73 @@ def told(rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, A
             "cpu_seconds_of_rounds": [round(row["user"] + row["system"], 2) for row in rows],
             "memory_above_mapped_mb": round(max(row["memory"] for row in rows) / 1e6),
             "memory_before_mb": round(best["idle"] / 1e6),
-            "largest_layer_mb": round(LAYER / 1e6),
+            "largest_layer_mb": round(LAYER_BYTES / 1e6),
         }
-    return found
+    return summary
 
 
-def start(root: Path) -> dict[str, Any]:
-    """Seconds of reading a model's file, of starting from it, from the disk and from memory, and of
-    starting from nothing, on a core each time."""
+def measure_start(root: Path) -> dict[str, Any]:
+    """Measure reading a model's file and starting a training run, with and without its weights.
+
+    Each is measured on one core, with the file on disk and in the page cache.
+    """
     model = write_model(root / "model", 2, MEDIUM)
     (file,) = model.glob("*.safetensors")
     config = read_config(model)
-    given = {"seq_length": 32}
-    values = {a.name: a.default for a in arguments().values()} | given
-    words = [*RUN.split(), *flatten({"model": missing(values, given, config)})]
+    run_arguments = {"seq_length": 32}
+    values = {a.name: a.default for a in arguments().values()} | run_arguments
+    words = [
+        *TRAINING_ARGUMENTS.split(),
+        *words_of(missing_arguments(values, run_arguments, config)),
+    ]
     core = {min(os.sched_getaffinity(0))}
     rows = []
     for cached in (False, True, False, True):
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, core)
-        prepared(file, cached=cached)
-        seconds = reading(file)
-        prepared(file, cached=cached)
+        set_page_cache(file, cached=cached)
+        seconds = measure_read(file)
+        set_page_cache(file, cached=cached)
         os.sched_setaffinity(0, cores)
-        taken = built([*words, "--pretrained-checkpoint", str(model)], root, core)
-        nothing = built(words, root, core)
-        where = "memory" if cached else "disk"
-        row = {"from": where, "reading": seconds, "start": taken, "start_from_nothing": nothing}
+        with_weights = measure_build([*words, "--pretrained-checkpoint", str(model)], root, core)
+        random_weights = measure_build(words, root, core)
+        source = "memory" if cached else "disk"
+        row = {
+            "from": source,
+            "reading": seconds,
+            "start": with_weights,
+            "start_from_nothing": random_weights,
+        }
         rows.append(row)
     return {"gigabytes": round(file.stat().st_size / 1e9, 3), "rows": rows}
 
 
-def prepared(file: Path, *, cached: bool) -> None:
-    """Have the kernel hold a file, or nothing of it."""
+def set_page_cache(file: Path, *, cached: bool) -> None:
+    """Load a file into the kernel's page cache, or drop it from there."""
     if cached:
-        reading(file)
+        measure_read(file)
         return
     with file.open("rb") as opened:
         os.fsync(opened.fileno())
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def reading(file: Path) -> float:
-    """Seconds of reading a file."""
-    buffer, begin = bytearray(READ), time.perf_counter()
+def measure_read(file: Path) -> float:
+    """Return the seconds of reading a file."""
+    buffer, begin = bytearray(READ_BYTES), time.perf_counter()
     with file.open("rb", buffering=0) as opened:
         while opened.readinto(buffer):
             pass
     return time.perf_counter() - begin
 
 
-def built(words: Sequence[str], root: Path, core: set[int]) -> float:
-    """Seconds in which a run of the training program builds its model and has its weights."""
-    answer = root / "seconds"
+def measure_build(arguments: Sequence[str], root: Path, core: set[int]) -> float:
+    """Return the seconds in which the training program builds its model and loads its weights.
+
+    Raises:
+        JobError: The training program failed.
+    """
+    result_file = root / "seconds"
     paths = [str(PROJECT), str(PROJECT / "third_party" / "Megatron-LM")]
     environment = {
         **os.environ,
@@ -297,7 +340,7 @@ def built(words: Sequence[str], root: Path, core: set[int]) -> float:
         "LOCAL_RANK": "0",
         "TORCHDYNAMO_DISABLE": "1",
     }
-    command = [sys.executable, __file__, "--rank", str(answer), *words]
+    command = [sys.executable, __file__, "--rank", str(result_file), *arguments]
     process = subprocess.Popen(
         command, env=environment, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -305,29 +348,29 @@ def built(words: Sequence[str], root: Path, core: set[int]) -> float:
     output = process.communicate()[0]
     if process.returncode:
         raise JobError(f"training ended with {process.returncode}:\n{output.decode()[-3000:]}")
-    return float(answer.read_text())
+    return float(result_file.read_text())
 
 
-def rank_main(answer: Path, words: Sequence[str]) -> int:
-    """The training program, which tells how long it took to have a model with its weights."""
+def rank_main(result_file: Path, words: Sequence[str]) -> int:
+    """Run the training program until the model has its weights. Write the seconds to ``answer``."""
     os.environ["FLAGSCALE_DEVICE"] = "cpu"
     setup: Any = importlib.import_module("flagscale.train.setup")
     from flagscale.train.train_gpt import main as train_gpt
 
-    plain, begun = setup.build_state, list[float]()
+    build_state_untimed, start_times = setup.build_state, list[float]()
 
     def build_state(*args: Any, **options: Any) -> Any:
-        begun.append(time.perf_counter())
-        return plain(*args, **options)
+        start_times.append(time.perf_counter())
+        return build_state_untimed(*args, **options)
 
-    def tell(*_args: Any) -> NoReturn:
-        answer.write_text(str(time.perf_counter() - begun[0]))
-        os._exit(0)  # nothing is to be trained
+    def report_and_exit(*_args: Any) -> NoReturn:
+        result_file.write_text(str(time.perf_counter() - start_times[0]))
+        os._exit(0)  # training itself is not measured
 
-    # Data is what comes next.
-    setup.build_state, setup.Datasets = build_state, tell
+    # Loading of the data follows directly after the weights.
+    setup.build_state, setup.Datasets = build_state, report_and_exit
     return train_gpt(words)
 
 
 if __name__ == "__main__":
-    sys.exit(guard(main))
+    sys.exit(run_command(main))

@@ -1,23 +1,19 @@
-"""What ``action=estimate`` says of the runs that docs/results/ has, beside what they took."""
+"""Compare ``action=estimate`` with the measured runs in docs/results."""
 
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import gpu
 
-from flagscale.config.arguments.parser import parse_arguments
-from flagscale.config.arguments.resolve import resolve
-from flagscale.estimate.plan import GIB, Estimate, device_of
+from flagscale.config.arguments.derive import derive_arguments
+from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.estimate.plan import GIB, Estimate, get_device_spec
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 _LAYOUTS = {
@@ -29,53 +25,62 @@ _LAYOUTS = {
 
 
 @dataclass(frozen=True)
-class Compared:
-    """A run: GiB that its fullest rank took, seconds of a step, and both by calculation."""
+class ComparedRun:
+    """Measured and estimated memory and step time of one run.
+
+    ``memory`` is in GiB, of the rank that uses most. ``seconds`` is the time of a step.
+    """
 
     name: str
     memory: float
     seconds: float
-    counted: float
-    reckoned: float
+    estimated_memory: float
+    estimated_seconds: float
 
     @property
     def errors(self) -> tuple[float, float]:
-        """Of memory and time, as shares of what was measured."""
-        return self.counted / self.memory - 1, self.reckoned / self.seconds - 1
+        """Relative errors of the estimated memory and step time."""
+        return self.estimated_memory / self.memory - 1, self.estimated_seconds / self.seconds - 1
 
 
-def compared() -> Iterator[Compared]:
-    """Every run on GPUs of which there are time and memory."""
-    names = {field.name for field in fields(gpu.Row)}
+def compare_runs() -> Iterator[ComparedRun]:
+    """Yield every run on GPUs for which both time and memory were recorded."""
+    field_names = {field.name for field in fields(gpu.GpuRow)}
     for path in sorted(RESULTS.glob("gpu-*.json")):
         for record in json.loads(path.read_text())["rows"]:
-            row = gpu.Row(**{name: record[name] for name in names & record.keys()})
-            took = record["memory_gib"], record["step_seconds"]
-            yield _beside(f"{row.name} ({path.stem})", gpu.settings(row), *took)
+            row = gpu.GpuRow(**{name: record[name] for name in field_names & record.keys()})
+            measured = record["memory_gib"], record["step_seconds"]
+            yield _compare_run(
+                f"{row.name} ({path.stem})", gpu.resolve_row_arguments(row), *measured
+            )
     path = RESULTS / "h200-llama3-8b.json"
-    before: list[str] = []
-    for gpus, layers, layout, said, speed, *_, memory in json.loads(path.read_text())["rows"]:
-        more = [word for word in said.split() if "=" in word]
-        before = [*before, *more] if said.startswith("the same") else more
-        args = _of_overrides(gpus, layers, layout, before)
+    previous_overrides: list[str] = []
+    for gpus, layers, layout, description, speed, *_, memory in json.loads(path.read_text())[
+        "rows"
+    ]:
+        overrides = [word for word in description.split() if "=" in word]
+        previous_overrides = (
+            [*previous_overrides, *overrides] if description.startswith("the same") else overrides
+        )
+        args = _resolve_overrides(gpus, layers, layout, previous_overrides)
         seconds = args.global_batch_size * args.seq_length / speed
-        name = f"{layers} layers, {layout}, {said} ({path.stem})"
-        yield _beside(name, args, memory, seconds)
+        name = f"{layers} layers, {layout}, {description} ({path.stem})"
+        yield _compare_run(name, args, memory, seconds)
 
 
-def _of_overrides(gpus: int, layers: int, layout: str, overrides: list[str]) -> Namespace:
+def _resolve_overrides(gpus: int, layers: int, layout: str, overrides: list[str]) -> Namespace:
     words = []
     for name, value in (word.split("=") for word in overrides):
         words += [f"--{name.replace('_', '-')}", *([] if value == "true" else [value])]
     size = f"--num-layers {layers} --seq-length 4096 --train-iters 1 --mock-data"
     size = f"{gpu.MODEL} {size} {_LAYOUTS[layout]} {gpu.OVERLAP} --transformer-impl local"
-    return resolve(parse_arguments([*size.split(), *words]), gpus)
+    return derive_arguments(parse_arguments([*size.split(), *words]), gpus)
 
 
-def _beside(name: str, args: Any, memory: float, seconds: float) -> Compared:
+def _compare_run(name: str, args: Any, memory: float, seconds: float) -> ComparedRun:
     stages = args.pipeline_model_parallel_size
-    made = Estimate(args, args.vocab_size, (device_of("H200"),) * stages)
-    most = max(stage.memory.all for stage in made.forecast.stages) / GIB
-    if made.seconds is None:
+    estimate = Estimate(args, args.vocab_size, (get_device_spec("H200"),) * stages)
+    peak_memory = max(stage.memory.total for stage in estimate.forecast.stages) / GIB
+    if estimate.seconds is None:
         raise AssertionError(name)
-    return Compared(name, memory, seconds, most, made.seconds[0])
+    return ComparedRun(name, memory, seconds, peak_memory, estimate.seconds[0])

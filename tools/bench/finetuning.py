@@ -1,8 +1,8 @@
-"""Measure a step of fine-tuning on conversations beside one of pretraining on as many tokens.
+"""Benchmark a fine-tuning step on conversations against a pretraining step of as many tokens.
 
-The same model takes, in turn, sequences of running text and sequences into which conversations of
-unlike length are packed, which are kept apart and of which the answers alone are learned. Told are
-the median steps, their ratio, and how well the sequences are filled.
+The same model trains alternately on sequences of plain text and on packed sequences of
+conversations of different lengths. Attention does not cross conversations, and the loss covers only
+the answers. Reported are the median step times, their ratio, and how full the sequences are.
 
     python tools/bench/finetuning.py --output docs/results/finetuning-cpu.json
 """
@@ -21,10 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from flagscale.bench import machine
-from flagscale.cli_errors import guard
+from flagscale.cli_errors import run_command
 from flagscale.errors import ConfigError, JobError
 from flagscale.status import STATUS_DIR_VARIABLE, read_events
 
@@ -42,35 +40,43 @@ MODEL = f"""
 """
 TEXT = f"--data-path {QUICKSTART / 'stdlib_text_document'} --split 1"
 ANSWER = (5.5, 1.0)
-"""Letters of an answer: the mean and the deviation of their logarithm. A token has about three."""
+"""Length of an answer in characters: mean and standard deviation of its logarithm.
+
+A token has about three characters.
+"""
 WARM_UP = 3
 
 
-def write_talks(path: Path, count: int) -> Path:
-    """Conversations about the quickstart's corpus, of a question and an answer each."""
+def write_conversations(path: Path, count: int) -> Path:
+    """Write conversations of one question and one answer each, with text of the quickstart's
+    corpus.
+    """
     generator = random.Random(0)
     corpus = "\n".join(
         json.loads(line)["text"] for line in (QUICKSTART / "corpus.jsonl").open(encoding="utf-8")
     )
 
-    def piece(letters: int) -> str:
+    def excerpt(letters: int) -> str:
         begin = generator.randrange(len(corpus) - letters)
         return corpus[begin : begin + letters]
 
     with path.open("w", encoding="utf-8") as file:
         for _ in range(count):
-            longest = min(1200, max(20, round(generator.lognormvariate(*ANSWER))))
-            said = [("user", piece(generator.randint(20, 200))), ("assistant", piece(longest))]
-            messages = [{"role": role, "content": text} for role, text in said]
+            answer_length = min(1200, max(20, round(generator.lognormvariate(*ANSWER))))
+            turns = [
+                ("user", excerpt(generator.randint(20, 200))),
+                ("assistant", excerpt(answer_length)),
+            ]
+            messages = [{"role": role, "content": text} for role, text in turns]
             file.write(json.dumps({"messages": messages}) + "\n")
     return path
 
 
-def steps(words: Sequence[str], device: str, directory: Path) -> tuple[list[float], str]:
-    """Seconds of each step that counts, and what the program printed.
+def run_training(words: Sequence[str], device: str, directory: Path) -> tuple[list[float], str]:
+    """Run one training. Return the seconds of each counted step and the program's output.
 
     Raises:
-        JobError: it fails.
+        JobError: The training program failed.
     """
     directory.mkdir()
     paths = [str(PROJECT), str(PROJECT / "third_party" / "Megatron-LM")]
@@ -78,38 +84,40 @@ def steps(words: Sequence[str], device: str, directory: Path) -> tuple[list[floa
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     environment[STATUS_DIR_VARIABLE] = str(directory / "status")
     cache = ["--data-cache-path", str(directory.parent / "cache"), "--device", device]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(PROGRAM), *MODEL.split(), *words, *cache], env=environment,
         cwd=directory, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    if done.returncode:
-        raise JobError(f"training ended with {done.returncode}:\n{done.stdout[-3000:]}")
+    if process.returncode:
+        raise JobError(f"training ended with {process.returncode}:\n{process.stdout[-3000:]}")
     events = read_events(directory / "status" / "rank_0.jsonl")[0]
-    told = [event for event in events if event.event == "progress"]
-    return [e.get("step_seconds") for e in told if e.get("step") > WARM_UP], done.stdout
+    progress = [event for event in events if event.event == "progress"]
+    return [e.get("step_seconds") for e in progress if e.get("step") > WARM_UP], process.stdout
 
 
-def measured(device: str, rounds: int, count: int, root: Path) -> dict[str, Any]:
-    """Both kinds of training in turn."""
-    talks = write_talks(root / "talks.jsonl", 2000)
-    tuning = ["--sft", "--data-path", str(talks), "--chat-template", "chatml"]
+def compare_step_times(device: str, rounds: int, count: int, root: Path) -> dict[str, Any]:
+    """Run pretraining and fine-tuning alternately and compare their median step times."""
+    conversations = write_conversations(root / "talks.jsonl", 2000)
+    tuning = ["--sft", "--data-path", str(conversations), "--chat-template", "chatml"]
     kinds = {"pretraining": TEXT.split(), "fine-tuning": tuning}
-    found: dict[str, list[float]] = {kind: [] for kind in kinds}
-    filled = ""
+    step_seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    packing = ""
     for turn in range(rounds):
         for kind, words in kinds.items():
-            more = [*words, "--train-iters", str(count)]
-            seconds, output = steps(more, device, root / f"{kind}-{turn}")
-            found[kind] += seconds
+            arguments = [*words, "--train-iters", str(count)]
+            seconds, output = run_training(arguments, device, root / f"{kind}-{turn}")
+            step_seconds[kind] += seconds
             if kind == "fine-tuning":
-                filled = next((text for text in output.splitlines() if "conversations" in text), "")
-    medians = {kind: statistics.median(seconds) for kind, seconds in found.items()}
+                packing = next(
+                    (text for text in output.splitlines() if "conversations" in text), ""
+                )
+    medians = {kind: statistics.median(seconds) for kind, seconds in step_seconds.items()}
     return {
         "model": " ".join(MODEL.split()[: MODEL.split().index("--tokenizer-type")]),
         "tokens_a_step": SEQUENCE * BATCH,
-        "packing": filled,
+        "packing": packing,
         "step_seconds": {kind: round(median, 4) for kind, median in medians.items()},
-        "step_seconds_of_all": found,
+        "step_seconds_of_all": step_seconds,
         "ratio": round(medians["fine-tuning"] / medians["pretraining"], 3),
     }
 
@@ -118,23 +126,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", default="cpu", help="a kind of chip, %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="of both, %(default)s")
-    parser.add_argument("--steps", type=int, default=13, help="of each run, %(default)s")
+    parser.add_argument("--device", default="cpu", help="device type (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="runs of each kind (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=13, help="training steps per run (default: %(default)s)"
+    )
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
     if options.steps <= WARM_UP:
         raise ConfigError(f"--steps: {options.steps}: the first {WARM_UP} are not counted")
-    before = machine.facts("flagscale", "torch")
+    machine_facts = machine.describe_machine("flagscale", "torch")
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        found = {**before, **measured(options.device, options.rounds, options.steps, root)}
-    shown = {key: value for key, value in found.items() if key != "step_seconds_of_all"}
-    print(json.dumps(shown, indent=1))
+        record = {
+            **machine_facts,
+            **compare_step_times(options.device, options.rounds, options.steps, root),
+        }
+    summary = {key: value for key, value in record.items() if key != "step_seconds_of_all"}
+    print(json.dumps(summary, indent=1))
     if options.output:
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(guard(main))
+    sys.exit(run_command(main))

@@ -1,9 +1,9 @@
-"""Measure training speed on this machine's GPUs; write the figures to a file.
+"""Benchmark training speed on this machine's GPUs; write the results as JSON.
 
-Each row trains Llama-3-8B, whole or some of its layers with its head, on fresh random tokens by
-the training program itself: data, micro-batches, gradient reduction, clipping, optimizer. Beside
-them stands the limit of the GPU in this very run: how fast it multiplies the matrices of these
-layers, without a pause, for as long as a row takes.
+Each row trains Llama-3-8B, or some of its layers with its head, on random tokens. It runs the real
+training program: data loading, micro-batches, gradient reduction, clipping and optimizer. Each row
+is compared with the limit of the GPU, measured in the same run: the throughput of the matrix
+products of these layers, sustained without a pause.
 
     python tools/bench/gpu.py --output docs/results/gpu-1xh200.json
 """
@@ -23,13 +23,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from flagscale.accelerators.cuda import Cuda
 from flagscale.bench import machine
-from flagscale.cli_errors import guard
-from flagscale.config.arguments.parser import parse_arguments
-from flagscale.config.arguments.resolve import resolve
+from flagscale.cli_errors import run_command
+from flagscale.config.arguments.derive import derive_arguments
+from flagscale.config.arguments.spec.parser import parse_arguments
 from flagscale.errors import ConfigError, JobError
 from flagscale.estimate.arithmetic import flops_per_token
 from flagscale.status import STATUS_DIR_VARIABLE, Event, read_events
@@ -48,20 +46,20 @@ MODEL = f"""
 --use-distributed-optimizer --log-interval 2
 """
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
-ASKED = {
+NVIDIA_SMI_FIELDS = {
     "driver": "driver_version",
     "power_limit": "power.limit",
     "sm_clock_at_most": "clocks.max.sm",
     "memory_clock_at_most": "clocks.max.memory",
 }
-"""What nvidia-smi is asked of the GPUs, by its names for it."""
+"""Queried fields of nvidia-smi, by their keys in the results."""
 WARM_UP = 4
-"""Steps that are not counted: compiling, first allocations, clocks settling."""
+"""Leading steps that are not counted: compilation, first allocations, clock ramp-up."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One configuration. ``accumulated``: micro-batches a step."""
+class GpuRow:
+    """One benchmarked configuration. ``accumulated`` is the number of micro-batches per step."""
 
     name: str
     layers: int
@@ -76,12 +74,12 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """A micro-batch's."""
+        """Tokens of a micro-batch."""
         return self.sequence * self.micro_batch
 
     @property
     def replicas(self) -> int:
-        """Data-parallel ones."""
+        """Number of data-parallel replicas."""
         words, model = self.options.split(), 1
         for name in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
             model *= int(words[words.index(name) + 1]) if name in words else 1
@@ -92,70 +90,78 @@ EXPERTS = "--moe-grouped-gemm --moe-aux-loss-coeff 1e-2"
 MIXTRAL = f"--vocab-size 32000 {EXPERTS} --num-experts 8 --moe-router-topk 2"
 QWEN3 = """--hidden-size 2048 --num-attention-heads 32 --num-query-groups 4 --kv-channels 128
 --vocab-size 151936 --qk-layernorm"""
-"""Of 30B-A3B. The dense rows beside the mixtures take as much arithmetic a token."""
+"""Sizes of Qwen3-30B-A3B. The dense rows compared with the MoE rows do as much arithmetic per
+token.
+"""
 SMALL = """--num-attention-heads 12 --num-query-groups 4 --hidden-size 768 --ffn-hidden-size 2048
 --vocab-size 50304"""
-"""Of 125 million weights, whose kernels the GPU is done with sooner than the host launches them."""
+"""A model of 125 million weights. The GPU finishes its kernels faster than the host launches them.
+"""
 FEW = (12, 1024, 2, 8, 1)
 SHARDED = "--tensor-model-parallel-size 2 --sequence-parallel"
-CAPTURED = "--cuda-graph-impl local --cuda-graph-scope full_iteration"
+CUDA_GRAPH = "--cuda-graph-impl local --cuda-graph-scope full_iteration"
 SHORT, LONG = (8, 4096, 2, 8), (8, 8192, 1, 8)
 DOUBLE = (8, 4096, 2, 16)
-"""A step of as many tokens as two replicas take; of two stages the one with the head has fewer
-layers, so that both take about as long."""
+"""As many tokens per step as two replicas process.
+
+Of two pipeline stages, the one with the head has fewer layers, so that both take about as long.
+"""
 ROWS = (
-    Row("plain", *SHORT, options="--transformer-impl local --attention-backend flash"),
-    Row("bf16", *SHORT),
-    Row("fp8", *SHORT, options="--fp8 hybrid"),
-    Row("fp8-rowwise", *SHORT, options="--fp8 hybrid --fp8-recipe rowwise"),
-    Row("fp8-blockwise", *SHORT, options="--fp8 e4m3 --fp8-recipe blockwise"),
-    Row("bf16-8k", *LONG),
-    Row("fp8-8k", *LONG, options="--fp8 hybrid"),
-    Row("bf16-recompute", *SHORT, options="--recompute-granularity full --recompute-method "
+    GpuRow("plain", *SHORT, options="--transformer-impl local --attention-backend flash"),
+    GpuRow("bf16", *SHORT),
+    GpuRow("fp8", *SHORT, options="--fp8 hybrid"),
+    GpuRow("fp8-rowwise", *SHORT, options="--fp8 hybrid --fp8-recipe rowwise"),
+    GpuRow("fp8-blockwise", *SHORT, options="--fp8 e4m3 --fp8-recipe blockwise"),
+    GpuRow("bf16-8k", *LONG),
+    GpuRow("fp8-8k", *LONG, options="--fp8 hybrid"),
+    GpuRow("bf16-recompute", *SHORT, options="--recompute-granularity full --recompute-method "
         "uniform --recompute-num-layers 1"),
-    Row("bf16-auto", *SHORT, options="--recompute-granularity auto --recompute-memory-gib 50"),
-    Row("mixtral", 2, 4096, 2, 8, model=MIXTRAL),
-    Row("mixtral-dense", 2, 4096, 2, 8, model="--ffn-hidden-size 28672 --vocab-size 32000"),
-    Row("qwen3-moe", 6, 4096, 2, 8, model=f"{QWEN3} {EXPERTS} --num-experts 128 "
+    GpuRow("bf16-auto", *SHORT, options="--recompute-granularity auto --recompute-memory-gib 50"),
+    GpuRow("mixtral", 2, 4096, 2, 8, model=MIXTRAL),
+    GpuRow("mixtral-dense", 2, 4096, 2, 8, model="--ffn-hidden-size 28672 --vocab-size 32000"),
+    GpuRow("qwen3-moe", 6, 4096, 2, 8, model=f"{QWEN3} {EXPERTS} --num-experts 128 "
         "--moe-router-topk 8 --moe-ffn-hidden-size 768"),
-    Row("qwen3-dense", 6, 4096, 2, 8, model=f"{QWEN3} --ffn-hidden-size 6144"),
-    Row("small", *FEW, "", SMALL, ""),
-    Row("small-captured", *FEW, CAPTURED, SMALL, ""),
-    Row("small-fp8", *FEW, "--fp8 hybrid", SMALL, ""),
-    Row("small-fp8-captured", *FEW, f"--fp8 hybrid {CAPTURED}", SMALL, ""),
-    Row("dp2", *SHORT, gpus=2),
-    Row("dp2-fp8", *SHORT, gpus=2, options="--fp8 hybrid"),
-    Row("dp2-8k", *LONG, gpus=2),
-    Row("tp2", *DOUBLE, gpus=2, options=f"{SHARDED} --tp-comm-overlap"),
-    Row("tp2-exposed", *DOUBLE, gpus=2, options=SHARDED),
-    Row("pp2", *DOUBLE, gpus=2, options="--pipeline-model-parallel-size 2 "
+    GpuRow("qwen3-dense", 6, 4096, 2, 8, model=f"{QWEN3} --ffn-hidden-size 6144"),
+    GpuRow("small", *FEW, "", SMALL, ""),
+    GpuRow("small-captured", *FEW, CUDA_GRAPH, SMALL, ""),
+    GpuRow("small-fp8", *FEW, "--fp8 hybrid", SMALL, ""),
+    GpuRow("small-fp8-captured", *FEW, f"--fp8 hybrid {CUDA_GRAPH}", SMALL, ""),
+    GpuRow("dp2", *SHORT, gpus=2),
+    GpuRow("dp2-fp8", *SHORT, gpus=2, options="--fp8 hybrid"),
+    GpuRow("dp2-8k", *LONG, gpus=2),
+    GpuRow("tp2", *DOUBLE, gpus=2, options=f"{SHARDED} --tp-comm-overlap"),
+    GpuRow("tp2-exposed", *DOUBLE, gpus=2, options=SHARDED),
+    GpuRow("pp2", *DOUBLE, gpus=2, options="--pipeline-model-parallel-size 2 "
         "--decoder-first-pipeline-num-layers 5"),
-    Row("dp4", 32, 4096, 2, 2, gpus=4),
-    Row("dp4-fp8", 32, 4096, 2, 2, gpus=4, options="--fp8 hybrid"),
+    GpuRow("dp4", 32, 4096, 2, 2, gpus=4),
+    GpuRow("dp4-fp8", 32, 4096, 2, 2, gpus=4, options="--fp8 hybrid"),
 )  # fmt: skip
 
 
-def measure(
-    rows: Sequence[Row], steps: int, scratch: Path, profiles: Path | None
+def measure_rows(
+    rows: Sequence[GpuRow], steps: int, scratch: Path, profiles: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """A record for each row, with what the GPU can do beside it. The last two of the ``steps`` are
-    not counted: there a profile is made where ``profiles`` is a directory."""
+    """Train each row and yield its record, including the limit of the GPU.
+
+    The last two of the ``steps`` are not counted. If ``profiles`` is a directory, they are
+    profiled.
+    """
     for row in rows:
-        data = write_tokens(scratch, 48 << 20, settings(row).vocab_size)
-        limit = limit_in_a_process(row.tokens)
-        begun = time.time()
-        wanted = "" if profiles is None else profiling(steps, profiles / row.name)
-        events = train(row, steps, data, scratch / row.name, wanted)
-        record = {**asdict(row), **figures(row, events, begun, steps - 2)}
+        data = write_tokens(scratch, 48 << 20, resolve_row_arguments(row).vocab_size)
+        limit = measure_limit_in_subprocess(row.tokens)
+        start = time.time()
+        extra_arguments = "" if profiles is None else profile_arguments(steps, profiles / row.name)
+        events = train_row(row, steps, data, scratch / row.name, extra_arguments)
+        record = {**asdict(row), **summarize_events(row, events, start, steps - 2)}
         if profiles is not None:
-            record["profile"] = summary_in(scratch / row.name / "output")
+            record["profile"] = read_profile_summary(scratch / row.name / "output")
         record["matmul_limit_tflops"] = round(limit, 1)
         record["share_of_matmul_limit"] = round(record["tflops_per_gpu"] / limit, 4)
         yield record
 
 
 def write_tokens(directory: Path, count: int, vocabulary: int) -> Path:
-    """An indexed data set of ``count`` random tokens, made once; its prefix."""
+    """Write an indexed data set of ``count`` random tokens unless it exists. Return its prefix."""
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -170,38 +176,44 @@ def write_tokens(directory: Path, count: int, vocabulary: int) -> Path:
     return prefix
 
 
-def profiling(steps: int, directory: Path) -> str:
-    """Arguments that record the last two of ``steps``."""
+def profile_arguments(steps: int, directory: Path) -> str:
+    """Return arguments that profile the last two of ``steps``."""
     return f"""--profile --profile-dir {directory.absolute()} --profile-step-start {steps - 1}
     --profile-step-end {steps + 1}"""
 
 
-def summary_in(output: Path) -> list[str]:
-    """The lines in which a profile was summed up."""
+def read_profile_summary(output: Path) -> list[str]:
+    """Return the lines of a run's output that summarize its profile."""
     lines = output.read_text(errors="replace").splitlines()
     begin = next((i for i, text in enumerate(lines) if "of kernels a step" in text), len(lines))
     return [text for text in lines[begin : begin + 24] if " ms" in text]
 
 
-def train(row: Row, steps: int, data: Path, directory: Path, wanted: str) -> list[Event]:
-    """Train ``row`` with the arguments ``wanted``; the events of rank 0."""
+def train_row(
+    row: GpuRow, steps: int, data: Path, directory: Path, extra_arguments: str
+) -> list[Event]:
+    """Train ``row`` with ``extra_arguments`` in addition. Return the events of rank 0."""
     files = ["--data-path", str(data), "--data-cache-path", str(directory.parent / "cache")]
-    return program([*arguments(row, steps), *wanted.split(), *files], row.gpus, directory)
+    return run_training_program(
+        [*build_arguments(row, steps), *extra_arguments.split(), *files], row.gpus, directory
+    )
 
 
-def arguments(row: Row, steps: int) -> list[str]:
-    """Of the training program, without data."""
+def build_arguments(row: GpuRow, steps: int) -> list[str]:
+    """Return the arguments of the training program, without those of the data."""
     batch = row.micro_batch * row.accumulated * row.replicas
     size = f"""--num-layers {row.layers} --seq-length {row.sequence}
     --micro-batch-size {row.micro_batch} --global-batch-size {batch} --train-iters {steps}"""
     return f"{MODEL} {row.model} {size} {row.options} {row.overlap}".split()
 
 
-def program(arguments: Sequence[str], gpus: int, directory: Path) -> list[Event]:
-    """Run the training program in a process a GPU, in the new ``directory``; events of rank 0.
+def run_training_program(arguments: Sequence[str], gpus: int, directory: Path) -> list[Event]:
+    """Run the training program with one process per GPU in the new ``directory``.
+
+    Returns the events of rank 0.
 
     Raises:
-        JobError: it fails.
+        JobError: The training program failed.
     """
     directory.mkdir()
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(gpus))
@@ -220,13 +232,17 @@ def program(arguments: Sequence[str], gpus: int, directory: Path) -> list[Event]
     return read_events(directory / "status" / "rank_0.jsonl")[0]
 
 
-def figures(row: Row, events: Sequence[Event], begun: float, last: int) -> dict[str, Any]:
-    """Median step, throughput and memory of a row, up to the ``last`` step that counts."""
+def summarize_events(
+    row: GpuRow, events: Sequence[Event], start: float, last: int
+) -> dict[str, Any]:
+    """Return the median step time, throughput and memory of a row, from the warm-up to step
+    ``last``.
+    """
     progress = [event for event in events if event.event == "progress"]
     counted = [e.get("step_seconds") for e in progress if WARM_UP < e.get("step") <= last]
     seconds = statistics.median(counted)
     tokens = row.tokens * row.accumulated * row.replicas / row.gpus
-    model = settings(row)
+    model = resolve_row_arguments(row)
     flops = flops_per_token(model, model.vocab_size) * tokens / seconds
     device = next(event.get("device") for event in events if event.event == "started")
     peak = Cuda().peak_tflops(device)
@@ -238,131 +254,150 @@ def figures(row: Row, events: Sequence[Event], begun: float, last: int) -> dict[
         "tflops_per_gpu": round(flops / 1e12, 1),
         "mfu": round(flops / 1e12 / peak, 4) if peak else 0.0,
         "memory_gib": max(event.get("memory_gib") for event in progress),
-        "seconds_to_first_step": round(progress[0].time - begun, 1),
+        "seconds_to_first_step": round(progress[0].time - start, 1),
         "first_loss": progress[0].get("loss"),
         "last_loss": progress[-1].get("loss"),
         "grad_norm": progress[0].get("grad_norm"),
     }
 
 
-def settings(row: Row) -> argparse.Namespace:
-    """The row's resolved arguments."""
-    return resolve(parse_arguments([*arguments(row, 1), "--mock-data"]), row.gpus)
+def resolve_row_arguments(row: GpuRow) -> argparse.Namespace:
+    """Return the row's resolved arguments."""
+    return derive_arguments(parse_arguments([*build_arguments(row, 1), "--mock-data"]), row.gpus)
 
 
-def gpu_facts() -> dict[str, Any]:
-    """What the GPUs run with, as far as torch and nvidia-smi tell."""
+def query_gpus() -> dict[str, Any]:
+    """Return the versions of CUDA and cuDNN and the GPUs' driver, power limit and clocks."""
     import torch
 
     cudnn: Any = torch.backends.cudnn
     libraries = {"cuda": torch.version.cuda, "cudnn": cudnn.version()}
-    query = ["nvidia-smi", f"--query-gpu={','.join(ASKED.values())}", "--format=csv,noheader"]
+    query = [
+        "nvidia-smi",
+        f"--query-gpu={','.join(NVIDIA_SMI_FIELDS.values())}",
+        "--format=csv,noheader",
+    ]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
+        output = subprocess.run(
+            query, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
-        told = ""
-    return {**libraries, **told_by_driver(told)}
+        output = ""
+    return {**libraries, **parse_nvidia_smi(output)}
 
 
-def told_by_driver(lines: str) -> dict[str, str]:
-    """The answer to :data:`ASKED`, a line a GPU: each value once, without those in brackets, which
-    the driver does not tell."""
+def parse_nvidia_smi(lines: str) -> dict[str, str]:
+    """Parse the output of nvidia-smi for :data:`NVIDIA_SMI_FIELDS`, one line per GPU.
+
+    Each distinct value is listed once. Values in brackets, such as "[N/A]", are left out.
+    """
     gpus = [[value.strip() for value in line.split(",")] for line in lines.splitlines()]
-    whole = [values for values in gpus if len(values) == len(ASKED)]
-    found = {}
-    for index, name in enumerate(ASKED):
-        values = dict.fromkeys(values[index] for values in whole)
-        found[name] = ", ".join(value for value in values if not value.startswith("["))
-    return {name: text for name, text in found.items() if text}
+    complete = [values for values in gpus if len(values) == len(NVIDIA_SMI_FIELDS)]
+    facts = {}
+    for index, name in enumerate(NVIDIA_SMI_FIELDS):
+        values = dict.fromkeys(values[index] for values in complete)
+        facts[name] = ", ".join(value for value in values if not value.startswith("["))
+    return {name: text for name, text in facts.items() if text}
 
 
-def limit_in_a_process(tokens: int) -> float:
-    """:func:`matmul_limit` in a process of its own, which leaves the GPU's memory free."""
-    found = subprocess.run(
+def measure_limit_in_subprocess(tokens: int) -> float:
+    """Run :func:`measure_matmul_limit` in a subprocess, so that no GPU memory stays allocated."""
+    process = subprocess.run(
         [sys.executable, __file__, "--matmul-limit", str(tokens)],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    return float(found.stdout)
+    return float(process.stdout)
 
 
-def matmul_limit(tokens: int, seconds: float = 6.0) -> float:
-    """TFLOP/s of the layers' matrix products, forward and backward, on ``tokens`` tokens, kept up
-    for ``seconds``: a GPU at its power limit is slower than in a short run."""
+def measure_matmul_limit(tokens: int, seconds: float = 6.0) -> float:
+    """Return the TFLOP/s of the layers' matrix products, forward and backward, on ``tokens``
+    tokens.
+
+    They are repeated for ``seconds``, because a GPU at its power limit is slower than in a short
+    run.
+    """
     import torch
 
     shapes = ((HIDDEN, (HEADS + 2 * GROUPS) * HIDDEN // HEADS), (HIDDEN, HIDDEN),
               (HIDDEN, 2 * FFN), (FFN, HIDDEN))  # fmt: skip
-    new: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    sets = [(torch.randn(tokens, i, **new), torch.randn(o, i, **new) * 0.02,
-             torch.randn(tokens, o, **new)) for i, o in shapes]  # fmt: skip
+    tensor_options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    sets = [(torch.randn(tokens, i, **tensor_options), torch.randn(o, i, **tensor_options) * 0.02,
+             torch.randn(tokens, o, **tensor_options)) for i, o in shapes]  # fmt: skip
 
-    def once() -> None:
+    def multiply_all() -> None:
         for x, w, g in sets:
             x @ w.t()
             g @ w
             g.t() @ x
 
-    def timed(count: int) -> float:
+    def time_rounds(count: int) -> float:
         torch.cuda.synchronize()
         begin = time.monotonic()
         for _ in range(count):
-            once()
+            multiply_all()
         torch.cuda.synchronize()
         return (time.monotonic() - begin) / count
 
-    count = max(1, int(seconds / timed(20)))
-    timed(count // 2)
+    count = max(1, int(seconds / time_rounds(20)))
+    time_rounds(count // 2)
     flops = sum(6 * tokens * i * o for i, o in shapes)
-    return flops / timed(count // 2) / 1e12
+    return flops / time_rounds(count // 2) / 1e12
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", help="comma-separated names; default: all that fit this machine")
-    parser.add_argument("--steps", type=int, default=12, help="of each row, %(default)s")
+    parser.add_argument(
+        "--rows", help="comma-separated names of rows (default: all that fit this machine)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=12, help="training steps per row (default: %(default)s)"
+    )
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--profiles", type=Path, help="directory for a trace of each row")
+    parser.add_argument("--profiles", type=Path, help="directory for a profiler trace of each row")
     parser.add_argument("--matmul-limit", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.matmul_limit:
-        print(matmul_limit(options.matmul_limit))
+        print(measure_matmul_limit(options.matmul_limit))
         return 0
-    rows = chosen(options.rows)
+    rows = select_rows(options.rows)
     records = []
     with tempfile.TemporaryDirectory() as scratch:
-        for record in measure(rows, options.steps, Path(scratch), options.profiles):
+        for record in measure_rows(rows, options.steps, Path(scratch), options.profiles):
             records.append(record)
-            print("\n".join([line(record), *record.get("profile", ())]), flush=True)
+            print("\n".join([format_record(record), *record.get("profile", ())]), flush=True)
             if options.output:
-                facts = {**machine.facts("torch", "triton", "megatron-core"), **gpu_facts()}
+                facts = {
+                    **machine.describe_machine("torch", "triton", "megatron-core"),
+                    **query_gpus(),
+                }
                 options.output.write_text(json.dumps({**facts, "rows": records}, indent=1) + "\n")
     return 0
 
 
-def chosen(names: str | None) -> list[Row]:
-    """The rows to run.
+def select_rows(names: str | None) -> list[GpuRow]:
+    """Return the rows to run.
 
     Raises:
-        ConfigError: there is no such row, or there are too few GPUs.
+        ConfigError: A row does not exist or requires more GPUs than this machine has.
     """
     import torch
 
-    known = {row.name: row for row in ROWS}
+    rows = {row.name: row for row in ROWS}
     gpus = torch.cuda.device_count()
     if names is None:
         return [row for row in ROWS if row.gpus <= gpus]
     for name in names.split(","):
-        if name not in known:
-            raise ConfigError(f"--rows: there is no row {name!r}", hint=f"rows: {', '.join(known)}")
-        if known[name].gpus > gpus:
-            raise ConfigError(f"--rows: {name} needs {known[name].gpus} GPUs, here are {gpus}")
-    return [known[name] for name in names.split(",")]
+        if name not in rows:
+            raise ConfigError(f"--rows: no such row: {name!r}", hint=f"rows: {', '.join(rows)}")
+        if rows[name].gpus > gpus:
+            raise ConfigError(f"--rows: {name} requires {rows[name].gpus} GPUs, found {gpus}")
+    return [rows[name] for name in names.split(",")]
 
 
-def line(record: dict[str, Any]) -> str:
-    """A row to read."""
+def format_record(record: dict[str, Any]) -> str:
+    """Format a record as a table line."""
     speed, mfu = record["tokens_per_second_per_gpu"], 100 * record["mfu"]
     share, limit = 100 * record["share_of_matmul_limit"], record["matmul_limit_tflops"]
     return (
@@ -374,4 +409,4 @@ def line(record: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(guard(main))
+    sys.exit(run_command(main))

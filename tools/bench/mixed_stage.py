@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What sharing a pipeline with a CPU costs the GPU that is its first stage.
+"""Benchmark the cost of sharing a pipeline with a CPU for the GPU that is its first stage.
 
-Two ranks of this machine train layers of Llama-3-8B's sizes: the GPU twelve of them, CPU cores one.
-Nothing is waited for that training does not wait for: marks on the GPU's stream say when its passes
-and the completing of its gradients begin and end. Between two of them lies what the exchange costs
-it - copies from the host's memory, starting messages and copies to it - and the time in which it
-waits for the CPU, which is left out: up to the moment in which the message is there.
+Two ranks of this machine train layers of Llama-3-8B's sizes: twelve on the GPU, one on CPU cores.
+The measurement adds no synchronization within a step. Events on the GPU's stream mark where its
+passes and the finalization of its gradients begin and end. The time between two of them consists
+of the communication overhead (copies from and to host memory, starting messages) and of waiting
+for the CPU stage. The wait, which ends when the message has arrived, is not counted.
 
     python tools/bench/mixed_stage.py --output docs/results/mixed-stage-h100.json
 """
@@ -25,18 +25,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "third_party" / "Megatron-LM"))
 
 from flagscale.bench import machine
-from flagscale.cli_errors import guard
+from flagscale.cli_errors import run_command
 from flagscale.errors import JobError
 
 PROJECT = Path(__file__).resolve().parents[2]
+MEGATRON = PROJECT / "third_party" / "Megatron-LM"
 PROGRAM = PROJECT / "flagscale" / "train" / "train_gpt.py"
 WARM_UP = 2
-BLOCKED = 100e-6
-"""Seconds. A message that was waited for less had come before."""
+BLOCKED_SECONDS = 100e-6
+"""Seconds. A message with a shorter wait had arrived before."""
 MODEL = """
 --num-layers 13 --hidden-size 4096 --num-attention-heads 32 --num-query-groups 8
 --ffn-hidden-size 14336 --seq-length 2048 --micro-batch-size 1 --global-batch-size 3 --bf16
@@ -50,41 +50,49 @@ MODEL = """
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--steps", type=int, default=4, help="that count, %(default)s")
-    parser.add_argument("--device", default="cuda", help="of the first stage, %(default)s")
-    parser.add_argument("--model", default="", help="arguments that come after the model's own")
+    parser.add_argument("--steps", type=int, default=4, help="counted steps (default: %(default)s)")
+    parser.add_argument(
+        "--device", default="cuda", help="device of the first stage (default: %(default)s)"
+    )
+    parser.add_argument("--model", default="", help="arguments appended to those of the model")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--timed", type=Path, help=argparse.SUPPRESS)
     options, training = parser.parse_known_args(argv)
     if options.timed:
-        return timed(training, options.timed)
+        return run_timed_stage(training, options.timed)
     if training:
-        parser.error(f"unknown: {' '.join(training)}")
-    facts = machine.facts("torch", "megatron-core")
+        parser.error(f"unrecognized arguments: {' '.join(training)}")
+    facts = machine.describe_machine("torch", "megatron-core")
     with tempfile.TemporaryDirectory() as directory:
-        found = measure(options, Path(directory))
+        result = measure_first_stage(options, Path(directory))
     print(
-        f"a step's passes and gradients take {1e3 * found['passes']:.1f} and "
-        f"{1e3 * found['gradients']:.1f} ms of {found['device']}, the exchange "
-        f"{1e3 * found['exchange']:.1f} ms, {found['overhead']:.1%}"
+        f"a step's passes and gradients take {1e3 * result['passes']:.1f} and "
+        f"{1e3 * result['gradients']:.1f} ms of {result['device']}, the exchange "
+        f"{1e3 * result['exchange']:.1f} ms, {result['overhead']:.1%}"
     )
     if options.output:
-        options.output.write_text(json.dumps({**facts, **found}, indent=1) + "\n")
+        options.output.write_text(json.dumps({**facts, **result}, indent=1) + "\n")
     return 0
 
 
-def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Train; the first stage's seconds of a step, means over the steps that count."""
+def measure_first_stage(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Train, and return the first stage's mean seconds per counted step.
+
+    Raises:
+        JobError: A rank failed.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     arguments = [*MODEL.split(), "--train-iters", str(options.steps + WARM_UP)]
     arguments += options.model.split()
-    found = directory / "found.json"
+    result_file = directory / "found.json"
     processes: list[subprocess.Popen[bytes]] = []
     for rank, device in enumerate((options.device, "cpu")):
         variables = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([*sys.path[:2], os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(PROJECT), str(MEGATRON), os.environ.get("PYTHONPATH", "")]
+            ),
             "FLAGSCALE_DEVICE": device,
             "RANK": str(rank),
             "LOCAL_RANK": "0",
@@ -92,7 +100,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        command = [sys.executable, __file__, "--timed", str(found)] if rank == 0 else []
+        command = [sys.executable, __file__, "--timed", str(result_file)] if rank == 0 else []
         command = command or [sys.executable, str(PROGRAM)]
         with (directory / f"output_{rank}").open("wb") as output:
             processes.append(
@@ -101,14 +109,14 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
                 )
             )
     while (codes := [process.poll() for process in processes]).count(None):
-        if any(codes):  # the other one waits for it
+        if any(codes):  # the peer would wait for the failed rank
             for process in processes:
                 process.kill()
         time.sleep(0.2)
     if any(codes):
         tails = [(directory / f"output_{r}").read_text(errors="replace")[-2000:] for r in (0, 1)]
         raise JobError(f"training ended with {codes}:\n" + "\n".join(tails))
-    steps = json.loads(found.read_text())
+    steps = json.loads(result_file.read_text())
     mean = {
         name: statistics.fmean(step[name] for step in steps["steps"]) for name in steps["steps"][0]
     }
@@ -116,83 +124,83 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     return {"device": steps["device"], **mean, "overhead": overhead}
 
 
-class Stage:
-    """Takes down when a stage's work begins and ends on its device, and when messages come."""
+class StageTimer:
+    """Timer of a stage: records device work and message arrivals of each step."""
 
     def __init__(self, on_device: bool) -> None:
         self._on_device = on_device
         self.steps: list[dict[str, float]] = []
 
-    def step(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def outer(*args: Any, **options: Any) -> Any:
+    def wrap_step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **options: Any) -> Any:
             self._spans: list[tuple[str, Any, Any]] = []
-            self._came: list[float] = []
-            self._on_host = 0.0
-            self._wait_for_device()
-            self._first = self._mark()
-            self._wait_for_device()
+            self._arrivals: list[float] = []
+            self._host_seconds = 0.0
+            self._synchronize_device()
+            self._first = self._record_mark()
+            self._synchronize_device()
             begin = self._begin = time.perf_counter()
-            result = inner(*args, **options)
-            self._wait_for_device()
-            self.steps.append({"step": time.perf_counter() - begin, **self._found()})
+            result = function(*args, **options)
+            self._synchronize_device()
+            self.steps.append({"step": time.perf_counter() - begin, **self._summarize_step()})
             return result
 
-        return outer
+        return wrapper
 
-    def work(self, name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that gives the device work."""
+    def wrap_device_work(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that launches device work of the category ``name``."""
 
-        def outer(*args: Any, **options: Any) -> Any:
-            begin = self._mark()
-            result = inner(*args, **options)
-            self._spans.append((name, begin, self._mark()))
+        def wrapper(*args: Any, **options: Any) -> Any:
+            begin = self._record_mark()
+            result = function(*args, **options)
+            self._spans.append((name, begin, self._record_mark()))
             return result
 
-        return outer
+        return wrapper
 
-    def on_host(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the exchange before or after all work of a step."""
+    def wrap_host_work(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a communication function that runs before or after all device work of a step."""
 
-        def outer(*args: Any, **options: Any) -> Any:
+        def wrapper(*args: Any, **options: Any) -> Any:
             begin = time.perf_counter()
-            result = inner(*args, **options)
-            self._on_host += time.perf_counter() - begin
+            result = function(*args, **options)
+            self._host_seconds += time.perf_counter() - begin
             return result
 
-        return outer
+        return wrapper
 
-    def wait(self, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """That of a message that is coming, after which the device is given its copy."""
+    def wrap_receive(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Wrap the wait for a message, after which its copy to the device is launched."""
 
-        def outer(coming: Any) -> Any:
+        def wrapper(receive: Any) -> Any:
             begin = time.perf_counter()
-            for work in coming.works:
+            for work in receive.works:
                 work.wait()
-            coming.works = ()  # each can be waited for once
-            came = time.perf_counter()
-            if came - begin > BLOCKED:
-                self._came.append(came - self._begin)
-            return inner(coming)
+            receive.works = ()  # each can be waited for only once
+            arrival = time.perf_counter()
+            if arrival - begin > BLOCKED_SECONDS:
+                self._arrivals.append(arrival - self._begin)
+            return function(receive)
 
-        return outer
+        return wrapper
 
-    def _found(self) -> dict[str, float]:
-        """Seconds of the step that are over, by what they were for."""
-        found = dict.fromkeys(("passes", "gradients", "exchange", "waiting"), 0.0)
-        found["exchange"] = self._on_host
-        ended: float | None = None
+    def _summarize_step(self) -> dict[str, float]:
+        """Return the seconds of the finished step by category."""
+        seconds = dict.fromkeys(("passes", "gradients", "exchange", "waiting"), 0.0)
+        seconds["exchange"] = self._host_seconds
+        previous_end: float | None = None
         for name, begin_mark, end_mark in self._spans:
-            begin, end = self._seconds(begin_mark), self._seconds(end_mark)
-            found[name] += end - begin
-            if ended is not None:
-                awaited = [came for came in self._came if ended < came < begin]
-                waiting = max(awaited, default=ended) - ended
-                found["waiting"] += waiting
-                found["exchange"] += begin - ended - waiting
-            ended = end
-        return found
+            begin, end = self._elapsed_seconds(begin_mark), self._elapsed_seconds(end_mark)
+            seconds[name] += end - begin
+            if previous_end is not None:
+                arrivals = [arrival for arrival in self._arrivals if previous_end < arrival < begin]
+                waiting = max(arrivals, default=previous_end) - previous_end
+                seconds["waiting"] += waiting
+                seconds["exchange"] += begin - previous_end - waiting
+            previous_end = end
+        return seconds
 
-    def _mark(self) -> Any:
+    def _record_mark(self) -> Any:
         if not self._on_device:
             return time.perf_counter()
         import torch
@@ -201,21 +209,21 @@ class Stage:
         event.record()
         return event
 
-    def _seconds(self, mark: Any) -> float:
-        """Of a mark, after the step's beginning."""
+    def _elapsed_seconds(self, mark: Any) -> float:
+        """Return the seconds between the beginning of the step and a mark."""
         if not self._on_device:
             return float(mark - self._begin)
         return float(self._first.elapsed_time(mark)) / 1e3
 
-    def _wait_for_device(self) -> None:
+    def _synchronize_device(self) -> None:
         if self._on_device:
             import torch
 
             torch.cuda.synchronize()
 
 
-def timed(arguments: Sequence[str], found: Path) -> int:
-    """The training program, its first stage's parts timed."""
+def run_timed_stage(arguments: Sequence[str], result_file: Path) -> int:
+    """Run the training program of the first stage with timers installed."""
     sys.argv[0] = str(PROGRAM)
     on_device = os.environ["FLAGSCALE_DEVICE"] != "cpu"
     if not on_device:
@@ -224,23 +232,27 @@ def timed(arguments: Sequence[str], found: Path) -> int:
     from megatron.core.pipeline_parallel import schedules
 
     from flagscale.train import train_gpt
-    from flagscale.train.meshes import exchange, gradients
+    from flagscale.train.meshes import finalize_grads, p2p_communicator
     from flagscale.train.step import Stepper
 
-    stage = Stage(on_device)
-    for name in ("begin", "finish"):
-        setattr(exchange.Exchange, name, stage.on_host(getattr(exchange.Exchange, name)))
-    exchange._Coming.wait = stage.wait(exchange._Coming.wait)  # type: ignore[method-assign, assignment]
-    gradients.Finalize.__call__ = stage.work("gradients", gradients.Finalize.__call__)  # type: ignore[method-assign]
-    Stepper._run = stage.step(Stepper._run)  # type: ignore[method-assign]
-    schedules.forward_step = stage.work("passes", schedules.forward_step)
-    schedules.backward_step = stage.work("passes", schedules.backward_step)
+    timer = StageTimer(on_device)
+    communicator: Any = p2p_communicator.MeshP2PCommunicator
+    for name in ("begin_step", "finish_step"):
+        setattr(communicator, name, timer.wrap_host_work(getattr(communicator, name)))
+    receive: Any = p2p_communicator._PendingReceive
+    receive.wait = timer.wrap_receive(receive.wait)
+    finalizer: Any = finalize_grads.MeshGradientFinalizer
+    finalizer.__call__ = timer.wrap_device_work("gradients", finalizer.__call__)
+    stepper: Any = Stepper
+    stepper._run_schedule = timer.wrap_step(stepper._run_schedule)
+    schedules.forward_step = timer.wrap_device_work("passes", schedules.forward_step)
+    schedules.backward_step = timer.wrap_device_work("passes", schedules.backward_step)
     code = train_gpt.main(arguments)
     device = torch.cuda.get_device_name() if on_device else "the CPU"
-    counted = stage.steps[WARM_UP:]
-    found.write_text(json.dumps({"device": device, "steps": counted}))
+    counted = timer.steps[WARM_UP:]
+    result_file.write_text(json.dumps({"device": device, "steps": counted}))
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(guard(main))
+    sys.exit(run_command(main))

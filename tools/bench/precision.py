@@ -1,13 +1,13 @@
-"""Train one model in bf16 and in 8-bit precisions on the same text, and compare what they learn.
+r"""Train one model in bf16 and in 8-bit precisions on the same text, and compare the losses.
 
-The data is an indexed data set, as tools/data/preprocess.py writes it. All runs of a seed start
-from the same weights and see the same samples in the same order, so a precision is compared with
-the first one of its own seed, and the seeds tell how much of the difference is chance: the mean
-has Student's 95 % interval. Seeds are taken one after another, each in all precisions. The loss
-curves and a plot of them are written after each run; with --append what a file has already is not
-run again.
+The data is an indexed data set as written by tools/data/preprocess.py. All runs of a seed start
+from the same weights and see the same samples in the same order. A precision is therefore compared
+with the first precision of the same seed. Several seeds show how much of a difference is noise:
+their mean has Student's 95 % confidence interval. Seeds run one after another, each in all
+precisions. The loss curves and their plot are written after each run. With --append, runs that the
+output file already contains are skipped.
 
-    python tools/bench/precision.py --data corpus_text_document --vocabulary 8192 \\
+    python tools/bench/precision.py --data corpus_text_document --vocabulary 8192 \
         --seeds 1,2,3 --output docs/results/fp8-curve-h200.json
 """
 
@@ -22,15 +22,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from gpu import program
+from gpu import run_training_program
 
 from flagscale.bench import machine
-from flagscale.cli_errors import guard
+from flagscale.bench.statistics import Ratio, paired_ratio
+from flagscale.cli_errors import run_command
 from flagscale.errors import ConfigError
-from flagscale.sample_statistics import Ratio, paired_ratio
 
 MODEL = """
 --num-layers 12 --hidden-size 1024 --ffn-hidden-size 2816 --num-attention-heads 16
@@ -52,18 +49,20 @@ PRECISIONS = {
 
 
 SMOOTHED = 10
-"""Recorded losses that a plotted one is the mean of: single steps are as noisy as their text."""
+"""Number of recorded losses averaged into one plotted value: single steps are as noisy as their
+text.
+"""
 
 Curve = dict[str, Any]
 
 
-def train(name: str, seed: int, options: argparse.Namespace, scratch: Path) -> Curve:
-    """Train in one precision: training loss by step, and the validation loss at the end."""
+def train_precision(name: str, seed: int, options: argparse.Namespace, scratch: Path) -> Curve:
+    """Train in one precision. Return the training loss by step and the final validation loss."""
     words = f"""{MODEL} --train-iters {options.steps} --vocab-size {options.vocabulary}
     --seed {seed} {PRECISIONS[name]}"""
     files = ["--data-path", str(options.data.absolute()), "--data-cache-path", str(scratch / "c")]
     directory = scratch / f"{seed}-{name}".replace(" ", "-").replace(",", "")
-    events = program([*words.split(), *files], 1, directory)
+    events = run_training_program([*words.split(), *files], 1, directory)
     progress = [event for event in events if event.event == "progress"]
     validation = [event for event in events if event.event == "evaluation"]
     return {
@@ -78,59 +77,65 @@ def train(name: str, seed: int, options: argparse.Namespace, scratch: Path) -> C
     }
 
 
-def paired(curves: Sequence[Curve], name: str) -> list[tuple[Curve, Curve]]:
-    """The curves of a precision, each with that of the first precision and of its seed."""
+def pair_with_reference(curves: Sequence[Curve], name: str) -> list[tuple[Curve, Curve]]:
+    """Pair the curves of a precision with the first precision's curve of the same seed."""
     reference = {c["seed"]: c for c in curves if c["precision"] == curves[0]["precision"]}
-    own = (c for c in curves if c["precision"] == name)
-    return [(c, reference[c["seed"]]) for c in own if c["seed"] in reference]
+    same_precision = (c for c in curves if c["precision"] == name)
+    return [(c, reference[c["seed"]]) for c in same_precision if c["seed"] in reference]
 
 
-def names_in(curves: Sequence[Curve]) -> list[str]:
-    """Precisions, in the order in which they came."""
+def list_precisions(curves: Sequence[Curve]) -> list[str]:
+    """Return the precisions in order of first appearance."""
     return list(dict.fromkeys(c["precision"] for c in curves))
 
 
-def compared(curves: Sequence[Curve]) -> list[dict[str, Any]]:
-    """Of each precision but the first by how many percent its validation loss is above that of the
-    first, over the seeds; with one seed nothing is known of chance."""
-    found = []
-    for name in names_in(curves)[1:]:
-        pairs = paired(curves, name)
+def compare_precisions(curves: Sequence[Curve]) -> list[dict[str, Any]]:
+    """Compare the validation loss of each precision with that of the first precision.
+
+    ``percent`` is the mean over the seeds of how far the loss is above the first precision's. The
+    interval ``low`` to ``high`` is None for a single seed.
+    """
+    comparisons = []
+    for name in list_precisions(curves)[1:]:
+        pairs = pair_with_reference(curves, name)
         if pairs:
             losses = ([c["validation_loss"] for c in side] for side in zip(*pairs, strict=True))
-            above = paired_ratio(*losses)
-            found.append(
+            ratio = paired_ratio(*losses)
+            comparisons.append(
                 {
                     "precision": name,
-                    "seeds": [own["seed"] for own, _ in pairs],
-                    "percent": round(percent(above.value), 3),
-                    "low": round(percent(above.low), 3) if len(pairs) > 1 else None,
-                    "high": round(percent(above.high), 3) if len(pairs) > 1 else None,
+                    "seeds": [curve["seed"] for curve, _ in pairs],
+                    "percent": round(to_percent(ratio.value), 3),
+                    "low": round(to_percent(ratio.low), 3) if len(pairs) > 1 else None,
+                    "high": round(to_percent(ratio.high), 3) if len(pairs) > 1 else None,
                 }
             )
-    return found
+    return comparisons
 
 
-def percent(ratio: float) -> float:
+def to_percent(ratio: float) -> float:
     return 100 * (ratio - 1)
 
 
-def smooth(losses: Sequence[float]) -> list[float]:
-    """The mean of each and of those before it."""
+def smooth_losses(losses: Sequence[float]) -> list[float]:
+    """Return the moving average over the last :data:`SMOOTHED` losses."""
     return [statistics.fmean(losses[max(0, i - SMOOTHED + 1) : i + 1]) for i in range(len(losses))]
 
 
-def away(pairs: Sequence[tuple[Curve, Curve]]) -> list[Ratio]:
-    """At each recorded step how far a precision's loss is from the first one's, over the seeds."""
-    sides = [[smooth(c["loss"]) for c in side] for side in zip(*pairs, strict=True)]
+def compare_at_each_step(pairs: Sequence[tuple[Curve, Curve]]) -> list[Ratio]:
+    """Return the ratio to the first precision's smoothed loss at each recorded step, over the
+    seeds.
+    """
+    sides = [[smooth_losses(c["loss"]) for c in side] for side in zip(*pairs, strict=True)]
     return [
         paired_ratio(*at) for at in zip(*(zip(*side, strict=True) for side in sides), strict=True)
     ]
 
 
-def plot(curves: Sequence[Curve], path: Path) -> None:
-    """The curves' means over the seeds, and below them how far each is from the first, with the
-    95 % interval as a band."""
+def plot_curves(curves: Sequence[Curve], path: Path) -> None:
+    """Plot the mean curves, and below them the ratios to the first precision with their 95 %
+    intervals.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -139,22 +144,24 @@ def plot(curves: Sequence[Curve], path: Path) -> None:
     figure, (top, bottom) = pyplot.subplots(
         2, 1, sharex=True, figsize=(8, 6), gridspec_kw={"height_ratios": [3, 2]}
     )
-    for name in names_in(curves):
-        pairs = paired(curves, name)
+    for name in list_precisions(curves):
+        pairs = pair_with_reference(curves, name)
         if not pairs:
             continue
-        steps, losses = pairs[0][0]["steps"], [own["loss"] for own, _ in pairs]
+        steps, losses = pairs[0][0]["steps"], [curve["loss"] for curve, _ in pairs]
         mean = [statistics.fmean(at) for at in zip(*losses, strict=True)]
         (line,) = top.plot(steps, mean, label=name, linewidth=1)
-        ratios = away(pairs)
-        bottom.plot(steps, [percent(r.value) for r in ratios], color=line.get_color(), linewidth=1)
-        if len(pairs) > 1 and name != names_in(curves)[0]:
-            low, high = ([percent(end) for end in ends] for ends in
+        ratios = compare_at_each_step(pairs)
+        bottom.plot(
+            steps, [to_percent(r.value) for r in ratios], color=line.get_color(), linewidth=1
+        )
+        if len(pairs) > 1 and name != list_precisions(curves)[0]:
+            low, high = ([to_percent(end) for end in ends] for ends in
                          zip(*((r.low, r.high) for r in ratios), strict=True))  # fmt: skip
             bottom.fill_between(steps, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
     top.set_ylabel("training loss (nats)")
     top.legend()
-    bottom.set_ylabel(f"% from {names_in(curves)[0]}\n({SMOOTHED} records)")
+    bottom.set_ylabel(f"% from {list_precisions(curves)[0]}\n({SMOOTHED} records)")
     bottom.set_xlabel("step")
     bottom.set_ylim(-2, 2)
     for axis in (top, bottom):
@@ -164,99 +171,116 @@ def plot(curves: Sequence[Curve], path: Path) -> None:
     pyplot.close(figure)
 
 
-def wanted(options: argparse.Namespace) -> list[tuple[int, str]]:
-    """Seeds and precisions, in their order.
+def parse_runs(options: argparse.Namespace) -> list[tuple[int, str]]:
+    """Return the seeds and precisions to run, in order.
 
     Raises:
-        ConfigError: there is no such precision, or a seed is no number.
+        ConfigError: A precision does not exist, or a seed is not a number.
     """
     names = options.precisions.split(";")
     for name in names:
         if name not in PRECISIONS:
-            known = "; ".join(PRECISIONS)
-            raise ConfigError(f"--precisions: there is no {name!r}", hint=f"there are: {known}")
+            valid_names = "; ".join(PRECISIONS)
+            raise ConfigError(
+                f"--precisions: there is no {name!r}", hint=f"there are: {valid_names}"
+            )
     seeds = options.seeds.split(",")
     if not all(seed.strip().isdigit() for seed in seeds):
         raise ConfigError(f"--seeds: expected numbers such as 1,2,3, found {options.seeds!r}")
     return [(int(seed), name) for seed in seeds for name in names]
 
 
-def kept(options: argparse.Namespace, setting: dict[str, Any]) -> list[Curve]:
-    """The curves that are there already.
+def read_earlier_curves(options: argparse.Namespace, setting: dict[str, Any]) -> list[Curve]:
+    """Read the curves that the output file already contains, if --append is set.
 
     Raises:
-        ConfigError: they are of other steps, or of other text.
+        ConfigError: The file's curves have other settings than ``setting``.
     """
     if not options.append or not options.output.exists():
         return []
-    found = json.loads(options.output.read_text())
+    record = json.loads(options.output.read_text())
     for name, value in setting.items():
-        if found.get(name) != value:
+        if record.get(name) != value:
             raise ConfigError(
-                f"--append: {options.output} is of {name} {found.get(name)!r}, not {value!r}",
+                f"--append: {options.output} is of {name} {record.get(name)!r}, not {value!r}",
                 hint="name another --output",
             )
-    curves: list[Curve] = found["curves"]
+    curves: list[Curve] = record["curves"]
     return curves
 
 
-def write(path: Path, setting: dict[str, Any], curves: Sequence[Curve]) -> None:
-    """What is known so far; a run that is cut leaves the file whole."""
-    facts = machine.facts("torch", "triton", "megatron-core")
-    record = {**facts, **setting, "compared": compared(curves), "curves": list(curves)}
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(record, indent=1) + "\n")
-    part.replace(path)
-    plot(curves, path.with_suffix(".svg"))
+def write_results(path: Path, setting: dict[str, Any], curves: Sequence[Curve]) -> None:
+    """Write the results so far. An interrupted run leaves the file complete."""
+    facts = machine.describe_machine("torch", "triton", "megatron-core")
+    record = {**facts, **setting, "compared": compare_precisions(curves), "curves": list(curves)}
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(record, indent=1) + "\n")
+    partial.replace(path)
+    plot_curves(curves, path.with_suffix(".svg"))
 
 
-def lines(curves: Sequence[Curve]) -> Iterator[str]:
-    """The last run, and what is known of its precision."""
+def describe_last_run(curves: Sequence[Curve]) -> Iterator[str]:
+    """Describe the last run and the comparison of its precision."""
     last = curves[-1]
     yield (
         f"{last['precision']}, seed {last['seed']}: validation loss {last['validation_loss']:.4f}, "
         f"last 100 steps {last['last_100_steps']:.4f}, {last['step_seconds']:.3f} s/step"
     )
-    for found in compared(curves):
-        if found["precision"] == last["precision"]:
-            known = "one seed"
-            if found["low"] is not None:
-                known = f"{found['low']:+.2f} to {found['high']:+.2f}, {len(found['seeds'])} seeds"
-            yield f"    {found['percent']:+.2f} % from {curves[0]['precision']} ({known})"
+    for comparison in compare_precisions(curves):
+        if comparison["precision"] == last["precision"]:
+            interval = "one seed"
+            if comparison["low"] is not None:
+                low, high, seeds = (comparison[key] for key in ("low", "high", "seeds"))
+                interval = f"{low:+.2f} to {high:+.2f}, {len(seeds)} seeds"
+            yield f"    {comparison['percent']:+.2f} % from {curves[0]['precision']} ({interval})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, required=True, help="prefix of .bin and .idx")
-    parser.add_argument("--vocabulary", type=int, required=True, help="tokens of its tokenizer")
-    parser.add_argument("--steps", type=int, default=1000, help="%(default)s")
-    parser.add_argument("--seeds", default="1234", help="such as 1,2,3; %(default)s")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="prefix of the data set (.bin and .idx)"
+    )
+    parser.add_argument(
+        "--vocabulary", type=int, required=True, help="vocabulary size of its tokenizer"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="training steps per run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seeds",
+        default="1234",
+        help="comma-separated seeds, such as 1,2,3 (default: %(default)s)",
+    )
     parser.add_argument(
         "--precisions",
         default=";".join(PRECISIONS),
-        help="the first is what the others are compared with; %(default)s",
+        help="semicolon-separated precisions; the first is the reference (default: %(default)s)",
     )
-    parser.add_argument("--output", type=Path, required=True, help="JSON; the plot goes beside it")
-    parser.add_argument("--append", action="store_true", help="go on with what --output has")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="JSON file; the plot is written next to it"
+    )
+    parser.add_argument(
+        "--append", action="store_true", help="keep the runs that --output already contains"
+    )
     options = parser.parse_args(argv)
-    runs = wanted(options)
+    runs = parse_runs(options)
     setting = {
         "text": options.data.name,
         "vocabulary": options.vocabulary,
         "steps": options.steps,
     }
-    curves = kept(options, setting)
-    there = {(c["seed"], c["precision"]) for c in curves}
+    curves = read_earlier_curves(options, setting)
+    finished = {(c["seed"], c["precision"]) for c in curves}
     with tempfile.TemporaryDirectory() as scratch:
         for seed, name in runs:
-            if (seed, name) not in there:
-                curves.append(train(name, seed, options, Path(scratch)))
-                write(options.output, setting, curves)
-                print("\n".join(lines(curves)), flush=True)
+            if (seed, name) not in finished:
+                curves.append(train_precision(name, seed, options, Path(scratch)))
+                write_results(options.output, setting, curves)
+                print("\n".join(describe_last_run(curves)), flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(guard(main))
+    sys.exit(run_command(main))

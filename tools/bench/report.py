@@ -1,4 +1,4 @@
-"""Measure how long the page of a long run takes to write, and how large it is; print JSON."""
+"""Benchmark `flagscale report` on a long run: time to write the page and its size, as JSON."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from flagscale.bench import machine
 from flagscale.config.schema import PROJECT
 from flagscale.files import write_json
@@ -25,34 +23,47 @@ from flagscale.launcher.layout import EXIT_FILE, Layout, status_directory
 from flagscale.launcher.planning.model import RunnerHandle
 from flagscale.launcher.state import HostState, RunState
 
-_BEGAN = 1_790_000_000.0
-_SECONDS_A_STEP = 0.5
+_START_TIME = 1_790_000_000.0
+_STEP_SECONDS = 0.5
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog="The machine should be idle. Takes some seconds."
     )
-    parser.add_argument("--steps", type=int, default=100_000, help="lines of progress of the run")
-    parser.add_argument("--times", type=int, default=7, help="how often it is written")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=100_000,
+        help="number of progress lines of the run (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--times", type=int, default=7, help="number of measurements (default: %(default)s)"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        made = lay(Path(scratch), options.steps)
+        exp_dir = write_run(Path(scratch), options.steps)
         page = Path(scratch) / "page.html"
-        wall, cpu = zip(*(_written(made, page) for _ in range(options.times)), strict=True)
+        wall, cpu = zip(
+            *(_measure_report(exp_dir, page) for _ in range(options.times)), strict=True
+        )
         measured = {
             "steps": options.steps,
-            "status_bytes": sum(path.stat().st_size for path in made.rglob("rank_0.jsonl")),
+            "status_bytes": sum(path.stat().st_size for path in exp_dir.rglob("rank_0.jsonl")),
             "seconds": {"median": statistics.median(wall), "all": wall},
             "cpu_seconds": {"median": statistics.median(cpu), "all": cpu},
             "page_bytes": page.stat().st_size,
         }
-    print(json.dumps({**machine.facts(), **measured}, indent=2))
+    print(json.dumps({**machine.describe_machine(), **measured}, indent=2))
     return 0
 
 
-def lay(root: Path, steps: int) -> Path:
-    """A run of so many steps that has ended, with a checkpoint every thousand; its directory."""
+def write_run(root: Path, steps: int) -> Path:
+    """Write the files of a finished run with ``steps`` progress lines and a checkpoint every 1000
+    steps.
+
+    Return its experiment directory.
+    """
     run_id, exp_dir = "20260921-000000-aaaaaa", root / "exp"
     run_dir = Layout(exp_dir).run_dir(0, "localhost", run_id)
     (run_dir / status_directory(0)).mkdir(parents=True)
@@ -68,19 +79,19 @@ def lay(root: Path, steps: int) -> Path:
         pid_file=pid_file,
     )
     runner = RunnerHandle("local")
-    state = RunState(run_id, "long", exp_dir, _BEGAN, 1, False, 1.0, runner, (host,))
+    state = RunState(run_id, "long", exp_dir, _START_TIME, 1, False, 1.0, runner, (host,))
     state.save(Layout(exp_dir).state)
     with (run_dir / status_directory(0) / "rank_0.jsonl").open("w", encoding="utf-8") as file:
-        for number, event in enumerate(_events(steps)):
-            record = {"time": round(_BEGAN + _SECONDS_A_STEP * number, 3), **event}
+        for number, event in enumerate(_generate_events(steps)):
+            record = {"time": round(_START_TIME + _STEP_SECONDS * number, 3), **event}
             file.write(json.dumps(record) + "\n")
-    ended = _BEGAN + _SECONDS_A_STEP * steps
+    ended = _START_TIME + _STEP_SECONDS * steps
     write_json(run_dir / EXIT_FILE, {"code": 0, "phase": "job", "signal": None, "ended": ended})
     return exp_dir
 
 
-def _events(steps: int) -> Iterator[dict[str, object]]:
-    """What a rank reports, as a GPU's does: every figure there is."""
+def _generate_events(steps: int) -> Iterator[dict[str, object]]:
+    """Yield the status events of one rank, with every metric that a GPU rank reports."""
     chance = random.Random(7)
     for step in range(1, steps + 1):
         yield {
@@ -91,7 +102,7 @@ def _events(steps: int) -> Iterator[dict[str, object]]:
             "loss": round(2 + 9 * math.exp(-9 * step / steps) + chance.gauss(0, 0.05), 6),
             "grad_norm": round(abs(chance.gauss(1, 0.2)), 6),
             "learning_rate": 3e-4 * (1 - step / steps),
-            "step_seconds": round(abs(chance.gauss(_SECONDS_A_STEP, 0.01)), 4),
+            "step_seconds": round(abs(chance.gauss(_STEP_SECONDS, 0.01)), 4),
             "tokens_per_second": round(chance.gauss(80_000, 900), 1),
             "tflops_per_gpu": round(chance.gauss(400, 4), 3),
             "mfu": round(chance.gauss(0.4, 0.01), 4),
@@ -103,16 +114,16 @@ def _events(steps: int) -> Iterator[dict[str, object]]:
             yield {"event": "evaluation", "step": step, "loss": 2.5}
 
 
-def _written(exp_dir: Path, page: Path) -> tuple[float, float]:
-    """Seconds of the whole command, by the clock and of CPU time."""
-    words = [sys.executable, "-m", "flagscale.cli", "report", str(exp_dir), "-o", str(page)]
+def _measure_report(exp_dir: Path, page: Path) -> tuple[float, float]:
+    """Run ``flagscale report`` once. Return its wall-clock and CPU seconds."""
+    command = [sys.executable, "-m", "flagscale.cli", "report", str(exp_dir), "-o", str(page)]
     environment = {**os.environ, "PYTHONPATH": str(PROJECT), "XDG_STATE_HOME": str(exp_dir)}
-    began, spent = time.monotonic(), _spent()
-    subprocess.run(words, env=environment, check=True, stdout=subprocess.DEVNULL)
-    return round(time.monotonic() - began, 3), round(_spent() - spent, 3)
+    start, cpu_before = time.monotonic(), _children_cpu_seconds()
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    return round(time.monotonic() - start, 3), round(_children_cpu_seconds() - cpu_before, 3)
 
 
-def _spent() -> float:
+def _children_cpu_seconds() -> float:
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return children.ru_utime + children.ru_stime
 

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""How long a job of Slurm's takes from its allocation until every rank has joined.
+"""Benchmark Slurm jobs: seconds from the allocation until every rank has joined.
 
     python tools/bench/slurm_launch.py --output docs/results/slurm-launch.json
 
-Two nodes are namespaces of this machine under a real Slurm (tests/bed; needs root and Slurm's
-programs), so their cores are this machine's. By turns the same program, which tells when it has
-joined, is started by ``action=run`` with ``runner.type: slurm``, and by a batch script written by
-hand whose srun starts it. A job's start is what ``scontrol`` calls StartTime, in whole seconds:
-over several rounds both are wrong by half a second. The launcher may take a second more. Beside
-it, how long ``flagscale runs`` takes to list 100 runs. Exits with 4 where either misses its limit.
+Two nodes are namespaces of this machine under a real Slurm (tests/bed). Root and Slurm's programs
+are required, and the nodes share this machine's cores. The same program, which reports when it has
+joined, is started alternately by ``action=run`` with ``runner.type: slurm`` and by the srun of a
+handwritten batch script. The start of a job is the StartTime of ``scontrol``, in whole seconds: its
+mean error over several rounds is half a second for both. The launcher may take one second longer.
+The time of ``flagscale runs`` to list 100 runs is measured, too. The exit code is 4 if either
+exceeds its limit.
 """
 
 from __future__ import annotations
@@ -26,21 +27,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from flagscale.bench import machine
-from flagscale.cli_errors import guard
+from flagscale.cli_errors import run_command
 from flagscale.launcher.layout import Layout
 from flagscale.status import read_events
 
 if TYPE_CHECKING:
     from support.slurm_lab import SlurmLab  # type: ignore[import-not-found]
 
-MORE = 1.0
-"""Seconds that the launcher may take more than srun by hand."""
-LISTED, LISTING = 100, 1.0
-BY_HAND = """\
+ALLOWED_OVERHEAD = 1.0
+"""Seconds that the launcher may take in addition to srun."""
+LISTED_RUNS, LISTING_LIMIT = 100, 1.0
+RANK_PROGRAM = """\
 import os, time
 from pathlib import Path
 rank = os.environ["SLURM_PROCID"]
@@ -51,21 +51,23 @@ time.sleep(600)
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--rounds", type=int, default=6, help="of both, %(default)s")
+    parser.add_argument(
+        "--rounds", type=int, default=6, help="launches of each kind (default: %(default)s)"
+    )
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(argv)
     from support.slurm_lab import cluster
 
-    facts = machine.facts("flagscale")
-    with cluster() as made:
+    facts = machine.describe_machine("flagscale")
+    with cluster() as slurm_cluster:
         launched, by_hand = [], []
         for number in range(options.rounds):
-            lab = made.lab(f"round{number}")
-            launched.append(by_launcher(lab))
-            by_hand.append(by_srun(lab))
-        version = made.slurm.run("sinfo", "--version").split()[-1]
-        listing = seconds_to_list(made.lab("listed"))
-    found = {
+            lab = slurm_cluster.lab(f"round{number}")
+            launched.append(measure_launcher(lab))
+            by_hand.append(measure_srun(lab))
+        version = slurm_cluster.slurm.run("sinfo", "--version").split()[-1]
+        listing = measure_listing(slurm_cluster.lab("listed"))
+    figures = {
         "slurm": version,
         "launcher_seconds": launched,
         "by_hand_seconds": by_hand,
@@ -74,81 +76,81 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     print(
         f"until every rank has joined: {statistics.mean(launched):.2f} s by the launcher, "
-        f"{statistics.mean(by_hand):.2f} s by srun; {LISTED} runs listed in {listing:.2f} s"
+        f"{statistics.mean(by_hand):.2f} s by srun; {LISTED_RUNS} runs listed in {listing:.2f} s"
     )
     if options.output:
-        options.output.write_text(json.dumps({**facts, **found}, indent=1) + "\n")
-    return 4 if found["more"] > MORE or listing > LISTING else 0
+        options.output.write_text(json.dumps({**facts, **figures}, indent=1) + "\n")
+    return 4 if figures["more"] > ALLOWED_OVERHEAD or listing > LISTING_LIMIT else 0
 
 
-def by_launcher(lab: SlurmLab) -> float:
-    """Seconds from a job's start until the last rank has joined."""
+def measure_launcher(lab: SlurmLab) -> float:
+    """Return the seconds from a job's start by the launcher until the last rank has joined."""
     lab.slurm()
-    done = lab.do("run")
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = lab.do("run")
+    assert process.returncode == 0, process.stdout + process.stderr
     files = lab.layout.logs.rglob("rank_*.jsonl")
     joined = [e.time for f in files for e in read_events(f)[0] if e.event == "joined"]
-    began = start_time(lab, lab.job)
+    start = read_start_time(lab, lab.job)
     lab.clear()
-    return max(joined) - began
+    return max(joined) - start
 
 
-def by_srun(lab: SlurmLab) -> float:
-    """The same of a script that somebody might write."""
+def measure_srun(lab: SlurmLab) -> float:
+    """Return the seconds from a handwritten job's start until the last rank has joined."""
     from support.launch_lab import until  # type: ignore[import-not-found]
 
     out = lab.root / "by_hand"
 
-    def write() -> dict[str, str]:
+    def write_program() -> dict[str, str]:
         out.mkdir()
-        (out / "rank.py").write_text(BY_HAND)
+        (out / "rank.py").write_text(RANK_PROGRAM)
         return {}
 
-    lab.cluster.user.do(write)
+    lab.cluster.user.do(write_program)
     wrapped = f"srun {shlex.quote(sys.executable)} {shlex.quote(str(out / 'rank.py'))}"
     options = ["--nodes=2", "--ntasks-per-node=1", f"--output={out}/log", f"--export=ALL,OUT={out}"]
     command = [*lab.cluster.user.under, "sbatch", "--parsable", *options, f"--wrap={wrapped}"]
     job = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     files = [out / "0", out / "1"]
     until(lambda: all(file.is_file() and file.read_text() for file in files))
-    began = start_time(lab, job)
+    start = read_start_time(lab, job)
     joined = [float(file.read_text()) for file in files]
     lab.clear()
-    return max(joined) - began
+    return max(joined) - start
 
 
-def start_time(lab: SlurmLab, job: str) -> float:
-    told: str = lab.cluster.slurm.run("scontrol", "show", "job", job)
-    word = next(word for word in told.split() if word.startswith("StartTime="))
+def read_start_time(lab: SlurmLab, job: str) -> float:
+    description: str = lab.cluster.slurm.run("scontrol", "show", "job", job)
+    word = next(word for word in description.split() if word.startswith("StartTime="))
     return time.mktime(time.strptime(word.partition("=")[2], "%Y-%m-%dT%H:%M:%S"))
 
 
-def seconds_to_list(lab: SlurmLab) -> float:
-    """Median seconds of ``flagscale runs`` after 100 runs, each in a directory of its own."""
+def measure_listing(lab: SlurmLab) -> float:
+    """Return the median seconds of ``flagscale runs`` with 100 runs, each in its own directory."""
     lab.slurm()
     assert lab.do("run").returncode == 0
     assert lab.do("stop").returncode == 0
     lab.cluster.user.do(lambda: copy_runs(lab))
     command = [*lab.cluster.user.under, sys.executable, "-m", "flagscale.cli", "runs"]
-    taken = []
+    seconds = []
     for _ in range(5):
         begin = time.perf_counter()
-        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        taken.append(time.perf_counter() - begin)
-        assert len(listed.splitlines()) > LISTED, listed
-    return statistics.median(taken)
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        seconds.append(time.perf_counter() - begin)
+        assert len(listing.splitlines()) > LISTED_RUNS, listing
+    return statistics.median(seconds)
 
 
 def copy_runs(lab: SlurmLab) -> dict[str, str]:
-    """Make so many runs of one that has ended that there are 100."""
+    """Copy a finished run until there are 100 runs."""
     state = lab.state()
-    kept = Path(os.environ["XDG_STATE_HOME"], "flagscale", "runs", f"{state.run_id}.json")
-    for number in range(LISTED - 1):
+    run_record = Path(os.environ["XDG_STATE_HOME"], "flagscale", "runs", f"{state.run_id}.json")
+    for number in range(LISTED_RUNS - 1):
         run_id = f"{state.run_id[:-6]}{number:06x}"
         exp_dir = lab.root / f"copy{number}"
         shutil.copytree(state.exp_dir, exp_dir)
         for source, target in (
-            (kept, kept.with_name(f"{run_id}.json")),
+            (run_record, run_record.with_name(f"{run_id}.json")),
             (lab.layout.state, Layout(exp_dir).state),
         ):
             text = source.read_text().replace(state.run_id, run_id)
@@ -157,4 +159,4 @@ def copy_runs(lab: SlurmLab) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(guard(main))
+    sys.exit(run_command(main))

@@ -1,23 +1,24 @@
-"""How long the launcher takes to start, query and stop a run on many hosts over SSH.
+"""Benchmark starting, querying and stopping a run on many hosts over SSH.
 
     python tools/bench/ssh_launch.py --rounds 7 --output docs/results/ssh_launch.json
 
-The hosts are namespaces of this machine, each with a real sshd (tests/bed), so this machine's
-cores serve both sides: the ratios count, not the seconds. What is measured is whole commands, from
-their start to what a user waits for:
+The hosts are namespaces of this machine, each with a real sshd (tests/bed). Both sides share this
+machine's cores, so the ratios are meaningful, not the seconds. Complete commands are measured, from
+their start to the point that a user waits for:
 
-- ``run``: ``action=run`` as it is by default, with the preflight, until the script of every host
-  has been started; ``run cold``: the first one, where hosts have kept nothing of an earlier
-  preflight; ``run unchecked``: without a preflight;
-- ``query`` and ``stop``: until they end;
-- ``bare``: the same number of hosts with nothing but paramiko, one connection and one command
-  each, in a Python program of its own. ``run``, ``query`` and ``stop`` may take 1.5 times as long;
-- ``pdsh`` (where it is installed) and ``ssh+scp``: a directory made, a file copied and a command
-  started in the background on one host after another, by OpenSSH's programs.
+- ``run``: ``action=run`` with its default preflight, until the script of every host has been
+  started; ``run cold``: the same without the hosts' caches of an earlier preflight;
+  ``run unchecked``: without a preflight;
+- ``query`` and ``stop``: until they exit;
+- ``bare``: as many hosts with nothing but paramiko, one connection and one command each, in a
+  separate Python program. ``run``, ``query`` and ``stop`` may take 1.5 times as long;
+- ``pdsh`` (if installed) and ``ssh+scp``: OpenSSH's programs create a directory, copy a file and
+  start a command in the background, on one host after another.
 
-Every round measures all of them in turn, so that a busy moment meets them alike; ``ssh+scp``, which
-takes longest, once. CPU time is told of both sides, and is what a busy machine changes least.
-Exits with 4 where 64 hosts miss the limit, or ``run`` is no faster than pdsh or ssh and scp.
+Every round measures all of them in turn, so that load on the machine affects them equally;
+``ssh+scp``, which takes longest, is measured once. CPU time is reported for both sides. It varies
+least with other load. The exit code is 4 if 64 hosts exceed the limit, or if ``run`` is no faster
+than pdsh or ssh and scp.
 """
 
 from __future__ import annotations
@@ -48,16 +49,16 @@ LIMIT = 1.5
 LIMITED_HOSTS = 64
 BARE_THREADS = 48
 LIMITED = ("run", "query", "stop")
-OTHERS = ("pdsh", "ssh+scp")
-_STARTED = "started on "
-# Sessions end and are counted a moment after the command that they served.
+COMPARED_TOOLS = ("pdsh", "ssh+scp")
+_STARTED_PREFIX = "started on "
+# Sessions exit and are accounted shortly after the command that they served.
 _SETTLING_SECONDS = 0.3
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
-class Sample:
-    """One command: seconds that it took, and seconds of CPU of this side and of the hosts."""
+class CommandSample:
+    """One measured command: wall-clock seconds, CPU seconds of this side and of the hosts."""
 
     seconds: float
     cpu: float
@@ -65,18 +66,26 @@ class Sample:
 
 
 @dataclass
-class Series:
-    """All samples of one kind at one number of hosts."""
+class SampleSeries:
+    """All samples of one kind of command at one number of hosts."""
 
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[CommandSample] = field(default_factory=list)
 
-    def ratio(self, base: Series) -> float:
-        """To another series, round by round: a busy moment meets both, so it tells more than a
-        ratio of medians."""
+    def ratio(self, base: SampleSeries) -> float:
+        """Return the median ratio to another series, round by round.
+
+        Load on the machine affects both samples of a round, so this is steadier than a ratio of
+        medians.
+        """
         pairs = zip(self.samples, base.samples, strict=False)
-        return round(statistics.median(own.seconds / other.seconds for own, other in pairs), 2)
+        return round(
+            statistics.median(
+                sample.seconds / base_sample.seconds for sample, base_sample in pairs
+            ),
+            2,
+        )
 
-    def summary(self, base: Series) -> dict[str, float]:
+    def summary(self, base: SampleSeries) -> dict[str, float]:
         seconds = [sample.seconds for sample in self.samples]
         return {
             "median_s": round(statistics.median(seconds), 3),
@@ -88,14 +97,14 @@ class Series:
         }
 
 
-def bare(identity: str, known_hosts: str, addresses: Sequence[str]) -> None:
-    """One connection and one command a host, and nothing else: what SSH itself costs."""
+def connect_bare(identity: str, known_hosts: str, addresses: Sequence[str]) -> None:
+    """Open one connection and run one command per host: the minimum cost of SSH itself."""
     import paramiko
 
     keys = paramiko.HostKeys(known_hosts)
     key = paramiko.Ed25519Key.from_private_key_file(identity)
 
-    def one(address: str) -> int:
+    def run_true(address: str) -> int:
         client = paramiko.SSHClient()
         client.get_host_keys().update(keys)
         client.connect(
@@ -106,13 +115,16 @@ def bare(identity: str, known_hosts: str, addresses: Sequence[str]) -> None:
             return int(stdout.channel.recv_exit_status())
 
     with ThreadPoolExecutor(min(BARE_THREADS, len(addresses))) as pool:
-        if any(pool.map(one, addresses)):
+        if any(pool.map(run_true, addresses)):
             raise SystemExit("a host's `true` failed")
 
 
-class Bench:
-    """Commands for one bed of hosts. The job waits in ``before_start``, so that what is measured
-    is the launcher, not 64 training programs on this machine's cores."""
+class SshLaunchBench:
+    """Benchmarked commands on one set of test hosts.
+
+    The job waits in ``before_start``, so that the launcher is measured, not 64 training programs on
+    this machine's cores.
+    """
 
     def __init__(self, bed: Any, lab: Any) -> None:
         self.bed = bed
@@ -120,16 +132,18 @@ class Bench:
         self.environment = bed.environment()
         lab.configure(cmds={"before_start": "sleep 3600"})
 
-    def measured(self, work: Callable[[], float]) -> Sample:
-        """One sample of ``work``, which returns the seconds that count."""
-        hosts, own = self._hosts_cpu(), _children_cpu()
+    def measure(self, work: Callable[[], float]) -> CommandSample:
+        """Measure ``work``, which returns its wall-clock seconds."""
+        hosts_before, client_before = self._hosts_cpu(), _children_cpu()
         seconds = work()
-        cpu = _children_cpu() - own
+        cpu = _children_cpu() - client_before
         time.sleep(_SETTLING_SECONDS)
-        return Sample(seconds, cpu, self._hosts_cpu() - hosts)
+        return CommandSample(seconds, cpu, self._hosts_cpu() - hosts_before)
 
     def _hosts_cpu(self) -> float:
-        """Seconds of CPU that the processes of all hosts have taken, ended ones among them."""
+        """Return the CPU seconds used by all processes of the hosts, including processes that have
+        exited.
+        """
         ticks = 0
         for host in self.bed.hosts:
             for entry in host.path("/proc").iterdir():
@@ -141,21 +155,23 @@ class Bench:
                     ticks += sum(map(int, fields[11:15]))  # proc(5): utime, stime, cutime, cstime
         return ticks / _TICKS
 
-    def bare(self) -> float:
-        words = [sys.executable, __file__, "--bare", str(self.bed.identity)]
+    def time_bare(self) -> float:
+        command = [sys.executable, __file__, "--bare", str(self.bed.identity)]
         addresses = [host.address for host in self.bed.hosts]
-        return self._run([*words, str(self.bed.known_hosts), *addresses])
+        return self._time_command([*command, str(self.bed.known_hosts), *addresses])
 
-    def forget(self) -> None:
-        """Remove what hosts have kept of earlier preflights."""
+    def clear_preflight_caches(self) -> None:
+        """Remove the hosts' caches of earlier preflights."""
         for host in self.bed.hosts:
             for path in host.path("/root/.cache/flagscale/hosts").iterdir():
                 path.unlink()
 
-    def run(self, *overrides: str) -> float:
-        """From the command to the last script's start; the launcher, which would wait for the
-        ranks from then on, is ended."""
-        began = time.monotonic()
+    def time_start(self, *overrides: str) -> float:
+        """Return the seconds from the command until the last script has started.
+
+        The launcher, which would then wait for the ranks, is killed.
+        """
+        start = time.monotonic()
         launcher = subprocess.Popen(
             self.lab.command("action=run", *overrides),
             cwd=self.lab.root,
@@ -167,54 +183,56 @@ class Bench:
         )
         watchdog = threading.Timer(120, launcher.kill)
         watchdog.start()
-        said = ""
+        log = ""
         for line in launcher.stderr or ():
-            said += line
-            if line.startswith(_STARTED):
+            log += line
+            if line.startswith(_STARTED_PREFIX):
                 break
         else:
-            raise SystemExit(f"the run did not start:\n{said}")
-        seconds = time.monotonic() - began
+            raise SystemExit(f"the run did not start:\n{log}")
+        seconds = time.monotonic() - start
         watchdog.cancel()
         launcher.send_signal(signal.SIGKILL)
         launcher.wait()
         return seconds
 
-    def action(self, name: str) -> float:
-        return self._run(self.lab.command(f"action={name}"), cwd=self.lab.root)
+    def time_action(self, name: str) -> float:
+        return self._time_command(self.lab.command(f"action={name}"), cwd=self.lab.root)
 
-    def pdsh(self) -> float:
+    def time_pdsh(self) -> float:
         arguments = f"-F {self.bed.ssh_config} %h"
         environment = {**self.environment, "PDSH_SSH_ARGS": arguments}
         hosts = ",".join(self.bed.names)
-        words = ["pdsh", "-R", "ssh", "-f", str(BARE_THREADS), "-w", hosts, "true"]
-        return self._run(words, env=environment)
+        command = ["pdsh", "-R", "ssh", "-f", str(BARE_THREADS), "-w", hosts, "true"]
+        return self._time_command(command, env=environment)
 
-    def ssh_and_scp(self) -> float:
-        began = time.monotonic()
+    def time_ssh_and_scp(self) -> float:
+        start = time.monotonic()
         options = ["-F", str(self.bed.ssh_config)]
         script = self.lab.root / "program.py"
         for name in self.bed.names:
-            self._run(["ssh", *options, "-n", name, "mkdir -p /tmp/job"])
-            self._run(["scp", *options, "-q", str(script), f"{name}:/tmp/job/script"])
-            self._run(["ssh", *options, "-n", "-f", name, "true </dev/null >/dev/null 2>&1 &"])
-        return time.monotonic() - began
+            self._time_command(["ssh", *options, "-n", name, "mkdir -p /tmp/job"])
+            self._time_command(["scp", *options, "-q", str(script), f"{name}:/tmp/job/script"])
+            self._time_command(
+                ["ssh", *options, "-n", "-f", name, "true </dev/null >/dev/null 2>&1 &"]
+            )
+        return time.monotonic() - start
 
-    def _run(self, words: Sequence[str], **more: Any) -> float:
-        began = time.monotonic()
-        done = subprocess.run(
-            words,
-            env=more.pop("env", self.environment),
+    def _time_command(self, command: Sequence[str], **options: Any) -> float:
+        start = time.monotonic()
+        process = subprocess.run(
+            command,
+            env=options.pop("env", self.environment),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             check=False,
             timeout=300,
-            **more,
+            **options,
         )
-        if done.returncode != 0:
-            raise SystemExit(f"{words[:3]} ended with {done.returncode}\n{done.stderr}")
-        return time.monotonic() - began
+        if process.returncode != 0:
+            raise SystemExit(f"{command[:3]} ended with {process.returncode}\n{process.stderr}")
+        return time.monotonic() - start
 
 
 def _children_cpu() -> float:
@@ -223,7 +241,7 @@ def _children_cpu() -> float:
 
 
 @contextmanager
-def open_bench(hosts: int) -> Iterator[Bench]:
+def open_bench(hosts: int) -> Iterator[SshLaunchBench]:
     sys.path.insert(0, str(PROJECT / "tests"))
     from bed.lab import Bed  # type: ignore[import-not-found]
     from support.ssh_lab import ssh_lab  # type: ignore[import-not-found]
@@ -233,85 +251,95 @@ def open_bench(hosts: int) -> Iterator[Bench]:
         top.mkdir()
         shared.mkdir()
         with Bed.open(top, hosts, shared=[shared]) as bed, ssh_lab(bed, shared / "lab") as lab:
-            yield Bench(bed, lab)
+            yield SshLaunchBench(bed, lab)
 
 
-def measure(hosts: int, rounds: int) -> dict[str, dict[str, float]]:
-    """All kinds at one number of hosts, in turn, ``rounds`` times after one that warms up."""
-    found: dict[str, Series] = {}
+def measure_hosts(hosts: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Measure all kinds of commands in turn, ``rounds`` times after one warm-up round."""
+    series_by_kind: dict[str, SampleSeries] = {}
     with open_bench(hosts) as bench:
         kinds: dict[str, Callable[[], float]] = {
-            "bare": bench.bare,
-            "run": bench.run,
-            "query": lambda: bench.action("query"),
-            "stop": lambda: bench.action("stop"),
-            "run unchecked": lambda: bench.run("experiment.runner.preflight=false"),
-            "run cold": bench.run,
+            "bare": bench.time_bare,
+            "run": bench.time_start,
+            "query": lambda: bench.time_action("query"),
+            "stop": lambda: bench.time_action("stop"),
+            "run unchecked": lambda: bench.time_start("experiment.runner.preflight=false"),
+            "run cold": bench.time_start,
         }
         if shutil.which("pdsh"):
-            kinds["pdsh"] = bench.pdsh
+            kinds["pdsh"] = bench.time_pdsh
         for number in range(rounds + 1):
             for kind, work in kinds.items():
                 if kind == "run cold":
-                    bench.forget()
-                sample = bench.measured(work)
+                    bench.clear_preflight_caches()
+                sample = bench.measure(work)
                 if kind in ("run unchecked", "run cold"):
-                    bench.action("stop")
+                    bench.time_action("stop")
                 if number:
-                    found.setdefault(kind, Series()).samples.append(sample)
-        found["ssh+scp"] = Series([bench.measured(bench.ssh_and_scp)])
-    return {kind: series.summary(found["bare"]) for kind, series in found.items()}
+                    series_by_kind.setdefault(kind, SampleSeries()).samples.append(sample)
+        series_by_kind["ssh+scp"] = SampleSeries([bench.measure(bench.time_ssh_and_scp)])
+    return {kind: series.summary(series_by_kind["bare"]) for kind, series in series_by_kind.items()}
 
 
-def line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Intercept and slope of the least-squares line."""
+def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return the intercept and slope of the least-squares line."""
     xs, ys = zip(*points, strict=True)
     slope = statistics.linear_regression(xs, ys).slope if len(points) > 1 else 0.0
     return statistics.mean(ys) - slope * statistics.mean(xs), slope
 
 
-def projection(table: dict[int, dict[str, dict[str, float]]], hosts: int) -> dict[str, float]:
-    """What a line through the measured medians gives for ``hosts``."""
-    made = {}
+def project_medians(table: dict[int, dict[str, dict[str, float]]], hosts: int) -> dict[str, float]:
+    """Extrapolate the measured medians to ``hosts`` hosts by a least-squares line."""
+    medians = {}
     for kind in table[max(table)]:
         points = [(n, row[kind]["median_s"]) for n, row in table.items() if kind in row]
-        start, slope = line_through(points)
-        made[kind] = round(start + slope * hosts, 1)
-    return made
+        start, slope = fit_line(points)
+        medians[kind] = round(start + slope * hosts, 1)
+    return medians
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--bare"]:
-        bare(sys.argv[2], sys.argv[3], sys.argv[4:])
+        connect_bare(sys.argv[2], sys.argv[3], sys.argv[4:])
         return 0
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--hosts", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        nargs="+",
+        default=[1, 4, 16, 64],
+        help="numbers of hosts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="measured rounds (default: %(default)s)"
+    )
+    parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
-    about = machine.facts("flagscale", "paramiko", "hydra-core")
+    machine_facts = machine.describe_machine("flagscale", "paramiko", "hydra-core")
     table: dict[int, dict[str, dict[str, float]]] = {}
-    heads = ("median", "min", "max", "cpu", "hosts", "ratio")
-    print(f"{'hosts':>5}  {'kind':14} {' '.join(f'{head:>8}' for head in heads)}")
+    headings = ("median", "min", "max", "cpu", "hosts", "ratio")
+    print(f"{'hosts':>5}  {'kind':14} {' '.join(f'{head:>8}' for head in headings)}")
     for hosts in options.hosts:
-        table[hosts] = measure(hosts, options.rounds)
+        table[hosts] = measure_hosts(hosts, options.rounds)
         for kind, row in table[hosts].items():
             numbers = " ".join(f"{value:8.2f}" for value in row.values())
             print(f"{hosts:5}  {kind:14} {numbers}", flush=True)
-    print(markdown(table))
+    print(format_markdown(table))
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
-        record = report(about, table, options.rounds)
+        record = build_record(machine_facts, table, options.rounds)
         options.output.write_text(json.dumps(record, indent=2) + "\n")
-    most = max(table)
-    failed = list(failures(table[most])) if most >= LIMITED_HOSTS else []
-    for text in failed:
-        print(f"on {most} hosts {text}", file=sys.stderr)
-    return 4 if failed else 0
+    largest = max(table)
+    exceeded = list(check_limits(table[largest])) if largest >= LIMITED_HOSTS else []
+    for message in exceeded:
+        print(f"on {largest} hosts {message}", file=sys.stderr)
+    return 4 if exceeded else 0
 
 
-def markdown(table: dict[int, dict[str, dict[str, float]]]) -> str:
-    """The documentation's table: seconds of ``bare``, and the others as multiples of it."""
+def format_markdown(table: dict[int, dict[str, dict[str, float]]]) -> str:
+    """Format the documentation's table: seconds of ``bare``, and all other kinds as multiples of
+    it.
+    """
     kinds = [kind for kind in table[max(table)] if kind != "bare"]
     lines = [f"| Hosts | bare | {' | '.join(kinds)} |", "|---" * (len(kinds) + 2) + "|"]
     for hosts, row in table.items():
@@ -320,38 +348,38 @@ def markdown(table: dict[int, dict[str, dict[str, float]]]) -> str:
     return "\n".join(lines)
 
 
-def failures(row: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """What a number of hosts takes too long for."""
+def check_limits(row: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """Yield a message for each limit that a number of hosts exceeds."""
     for kind in LIMITED:
         if row[kind]["ratio_to_bare"] > LIMIT:
             yield f"{kind} misses {LIMIT} times a bare fan-out"
-    for other in OTHERS:
-        if other in row and row["run"]["median_s"] >= row[other]["median_s"]:
-            yield f"run is no faster than {other}"
+    for tool in COMPARED_TOOLS:
+        if tool in row and row["run"]["median_s"] >= row[tool]["median_s"]:
+            yield f"run is no faster than {tool}"
 
 
-def report(
-    about: dict[str, Any], table: dict[int, dict[str, dict[str, float]]], rounds: int
+def build_record(
+    machine_facts: dict[str, Any], table: dict[int, dict[str, dict[str, float]]], rounds: int
 ) -> dict[str, Any]:
     ssh = subprocess.run(["ssh", "-V"], capture_output=True, text=True, check=False).stderr.strip()
-    about["versions"]["ssh"] = ssh
+    machine_facts["versions"]["ssh"] = ssh
     return {
-        **about,
+        **machine_facts,
         "hosts_are": "namespaces of this machine, whose cores serve both sides",
         "rounds": rounds,
         "limit": LIMIT,
         "hosts": {str(hosts): row for hosts, row in table.items()},
-        "seconds_a_host": {kind: slope(table, kind) for kind in table[max(table)]},
-        "projection_1000": projection(table, 1000),
+        "seconds_a_host": {kind: fit_slopes(table, kind) for kind in table[max(table)]},
+        "projection_1000": project_medians(table, 1000),
     }
 
 
-def slope(table: dict[int, dict[str, dict[str, float]]], kind: str) -> dict[str, float]:
-    """How a kind grows with the number of hosts: seconds, and CPU seconds of both sides."""
+def fit_slopes(table: dict[int, dict[str, dict[str, float]]], kind: str) -> dict[str, float]:
+    """Fit how wall-clock and CPU seconds of a kind of command grow per host."""
     figures = {}
     for name in ("median_s", "client_cpu_s", "hosts_cpu_s"):
         points = [(hosts, row[kind][name]) for hosts, row in table.items() if kind in row]
-        figures[name] = round(line_through(points)[1], 4)
+        figures[name] = round(fit_line(points)[1], 4)
     return figures
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Turn text or JSON lines into Megatron's .bin and .idx.
+r"""Tokenize text or JSON lines into Megatron's indexed data sets (.bin and .idx).
 
-  tools/data/preprocess.py --input 'corpus/*.jsonl' --output-prefix data/my \\
+  tools/data/preprocess.py --input 'corpus/*.jsonl' --output-prefix data/my \
       --tokenizer-path /models/Meta-Llama-3-8B --append-eod
 
-writes data/my_text_document.bin and .idx; data_path in a YAML is data/my_text_document.
+This writes data/my_text_document.bin and .idx. Use data/my_text_document as data_path in a YAML.
 """
 
 from __future__ import annotations
@@ -16,46 +16,80 @@ from collections.abc import Sequence
 
 from flagscale.errors import FlagscaleError
 from flagscale.train.data import corpus
-from flagscale.train.data.preprocess import Job, run
-from flagscale.train.data.progress import progress
+from flagscale.train.data.preprocess import PreprocessJob, preprocess
+from flagscale.train.data.progress_bar import show_progress
 from flagscale.train.data.tokenizers import TOKENIZER_TYPES, TokenizerSpec
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="files, directories or globs")
-    add("--output-prefix", required=True, help="outputs are <prefix>_<key>_document.bin and .idx")
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to take (text)")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="input files, directories or globs",
+    )
+    add(
+        "--output-prefix",
+        required=True,
+        help="prefix of the outputs <prefix>_<key>_document.bin and .idx",
+    )
+    add(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="JSON keys to tokenize, each into its own data set (default: text)",
+    )
     add(
         "--format",
         choices=("auto", "jsonl", "text", "lines"),
         default="auto",
-        help="jsonl: an object a line; text: a file is a document (64 MiB of it at most); lines: "
-        "a line is a document; auto: jsonl for .jsonl, .ndjson and .json, text for others",
+        help="input format. jsonl: one object per line; text: one document per file (at most "
+        "64 MiB); lines: one document per line; auto: jsonl for .jsonl, .ndjson and .json, text "
+        "otherwise (default: %(default)s)",
     )
-    add("--tokenizer-type", default="HuggingFaceTokenizer", help=", ".join(TOKENIZER_TYPES))
-    add("--tokenizer-path", "--tokenizer-model", help="the tokenizer's directory or file")
-    add("--merge-file", help="GPT-2's merges.txt, where the path is its vocab.json")
-    add("--special-tokens-file", help="for AquilaTokenizerFS")
-    add("--vocab-size", type=int, help="for NullTokenizer")
-    add("--append-eod", action="store_true", help="end each document with its token")
-    add("--prepend-bos", action="store_true", help="begin each document with its token")
-    add("--workers", type=int, default=os.cpu_count() or 1, help="processes (one a core)")
-    add("--overwrite", action="store_true", help="replace outputs that exist")
+    add(
+        "--tokenizer-type",
+        default="HuggingFaceTokenizer",
+        help=f"one of {', '.join(TOKENIZER_TYPES)} (default: %(default)s)",
+    )
+    add("--tokenizer-path", "--tokenizer-model", help="directory or file of the tokenizer")
+    add("--merge-file", help="merges.txt of GPT-2, if the tokenizer path is its vocab.json")
+    add("--special-tokens-file", help="special tokens of AquilaTokenizerFS")
+    add("--vocab-size", type=int, help="vocabulary size of NullTokenizer")
+    add(
+        "--append-eod",
+        action="store_true",
+        help="append the end-of-document token to each document",
+    )
+    add(
+        "--prepend-bos",
+        action="store_true",
+        help="prepend the beginning-of-sequence token to each document",
+    )
+    add(
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="number of processes (default: one per core)",
+    )
+    add("--overwrite", action="store_true", help="overwrite existing outputs")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
+    parser = _build_parser()
     args = parser.parse_args(argv)
     if args.workers < 1:
         parser.error(f"--workers must be at least 1, got {args.workers}")
     files = (args.merge_file, args.special_tokens_file)
     try:
-        job = Job(
+        job = PreprocessJob(
             inputs=tuple(corpus.find_inputs(args.input)),
             output_prefix=args.output_prefix,
             tokenizer=TokenizerSpec(
@@ -68,12 +102,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             workers=args.workers,
             overwrite=args.overwrite,
         )
-        with progress("tokenizing") as report:
-            summary = run(job, report)
+        with show_progress("tokenizing") as report:
+            summary = preprocess(job, report)
     except FlagscaleError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    skipped = f", {summary.empty} empty ones left out" if summary.empty else ""
+    skipped = f", {summary.empty} empty documents skipped" if summary.empty else ""
     print(f"{summary.documents} documents, {summary.tokens} tokens{skipped}")
     for prefix in summary.prefixes:
         print(f"wrote {prefix}.bin and .idx")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train a byte-level BPE tokenizer on text or JSON lines and write a Hugging Face directory.
+"""Train a byte-level BPE tokenizer on text or JSON lines; write a Hugging Face tokenizer directory.
 
 tools/data/train_tokenizer.py --input 'corpus/*.jsonl' --vocab-size 32000 --output data/tok
 """
@@ -12,54 +12,67 @@ from collections.abc import Iterator, Sequence
 
 from flagscale.errors import FlagscaleError
 from flagscale.train.data import corpus, train_bpe
-from flagscale.train.data.corpus import BadRecordError, Format
+from flagscale.train.data.corpus import BadRecordError, CorpusFormat
 
 
-def _texts(inputs: Sequence[str], kind: Format | None, key: str, limit: int) -> Iterator[str]:
-    """Documents of the inputs, in order, until ``limit`` bytes of input are read (0: all)."""
-    left = limit
+def _iter_documents(
+    inputs: Sequence[str], kind: CorpusFormat | None, key: str, limit: int
+) -> Iterator[str]:
+    """Yield the documents of the inputs in order, from the first ``limit`` bytes (0: all)."""
+    remaining_bytes = limit
     for path in corpus.find_inputs(inputs):
-        for piece in corpus.cut(path, kind or corpus.format_of(path)):
-            if limit and left <= 0:
+        for piece in corpus.split_file(path, kind or corpus.guess_format(path)):
+            if limit and remaining_bytes <= 0:
                 return
-            left -= piece.end - piece.begin
-            for texts in corpus.read(piece, [key]):
+            remaining_bytes -= piece.end - piece.begin
+            for texts in corpus.read_documents(piece, [key]):
                 yield texts[0]
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="files, directories or globs")
-    add("--output", required=True, help="the directory to write")
-    add("--vocab-size", type=int, required=True, help="tokens, special ones included")
-    add("--json-key", default="text", help="key to take from JSON lines (text)")
-    add("--format", choices=("auto", "jsonl", "text", "lines"), default="auto")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="input files, directories or globs",
+    )
+    add("--output", required=True, help="tokenizer directory to write")
+    add("--vocab-size", type=int, required=True, help="vocabulary size, including special tokens")
+    add("--json-key", default="text", help="key of the text in JSON lines (default: %(default)s)")
+    add(
+        "--format",
+        choices=("auto", "jsonl", "text", "lines"),
+        default="auto",
+        help="input format (default: %(default)s)",
+    )
     add(
         "--special-tokens",
         nargs="+",
         default=[train_bpe.BEGIN, train_bpe.END],
         metavar="TOKEN",
-        help="the first begins a document, the second ends it",
+        help="special tokens; the first one begins a document, the second one ends it",
     )
-    add("--max-megabytes", type=int, default=0, help="stop after this much input (0: all)")
+    add("--max-megabytes", type=int, default=0, help="megabytes of input to read (default: all)")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     from pathlib import Path
 
-    args = _parser().parse_args(argv)
+    args = _build_parser().parse_args(argv)
     kind = None if args.format == "auto" else args.format
     settings = train_bpe.BpeSettings(args.vocab_size, tuple(args.special_tokens))
     try:
-        texts = _texts(args.input, kind, args.json_key, args.max_megabytes * 1_000_000)
-        tokenizer = train_bpe.train(texts, settings)
+        texts = _iter_documents(args.input, kind, args.json_key, args.max_megabytes * 1_000_000)
+        tokenizer = train_bpe.train_tokenizer(texts, settings)
         train_bpe.write_directory(tokenizer, Path(args.output), settings.special_tokens)
     except BadRecordError as error:
-        print(f"error: {error.located()}", file=sys.stderr)
+        print(f"error: {error.to_data_error()}", file=sys.stderr)
         return 1
     except FlagscaleError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Loss and gradient norm of runs side by side.
+"""Compare loss and gradient norm of several runs.
 
     tools/train/compare.py outputs_one outputs_other
 
-Each argument is the directory of an experiment, of which the newest run counts. The first is what
-the others are compared with, step by step.
+Each argument is the directory of an experiment, whose newest run is used. The other runs are
+compared with the first one, step by step.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ Steps = dict[int, tuple[float, float]]
 """Loss in nats and gradient norm, by step."""
 
 
-def steps_of(experiment: Path) -> Steps:
-    """What rank 0 of the newest run in ``experiment`` has told of its steps."""
+def read_steps(experiment: Path) -> Steps:
+    """Return the steps that rank 0 of the newest run in ``experiment`` has reported.
+
+    Raises:
+        ConfigError: there is no run with status events of rank 0.
+    """
     files = experiment.glob("logs/details/host_0_*/*/status/rank_0.jsonl")
     newest = max(files, key=lambda path: path.stat().st_mtime, default=None)
     if newest is None:
-        raise ConfigError(f"{experiment} holds no run whose rank 0 has told anything")
+        raise ConfigError(f"{experiment} has no run with status events of rank 0")
     events, _ = read_events(newest)
     return {
         event.get("step"): (event.get("loss"), event.get("grad_norm"))
@@ -38,27 +42,27 @@ def steps_of(experiment: Path) -> Steps:
     }
 
 
-def table(names: Sequence[str], runs: Sequence[Steps]) -> Table:
-    """A row a step that all runs have."""
-    made = Table("step")
+def build_table(names: Sequence[str], runs: Sequence[Steps]) -> Table:
+    """Return a table with one row per step that all runs have."""
+    table = Table("step")
     for name in names:
-        made.add_column(f"{name}\nloss", justify="right")
-        made.add_column("grad norm", justify="right")
-    for step in common(runs):
+        table.add_column(f"{name}\nloss", justify="right")
+        table.add_column("grad norm", justify="right")
+    for step in common_steps(runs):
         cells = [f"{value:.6f}" for run in runs for value in run[step]]
-        made.add_row(str(step), *cells)
-    return made
+        table.add_row(str(step), *cells)
+    return table
 
 
-def common(runs: Sequence[Steps]) -> list[int]:
+def common_steps(runs: Sequence[Steps]) -> list[int]:
     return sorted(set.intersection(*(set(run) for run in runs)))
 
 
-def furthest(first: Steps, other: Steps) -> tuple[float, int]:
-    """The largest relative difference of a loss, and its step."""
+def largest_loss_difference(first: Steps, compared: Steps) -> tuple[float, int]:
+    """Return the largest relative difference of a loss, and its step."""
     return max(
-        (abs(other[step][0] - first[step][0]) / abs(first[step][0]), step)
-        for step in common([first, other])
+        (abs(compared[step][0] - first[step][0]) / abs(first[step][0]), step)
+        for step in common_steps([first, compared])
     )
 
 
@@ -66,12 +70,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("experiment", nargs="+", type=Path, help="directory of an experiment")
     directories: list[Path] = parser.parse_args().experiment
-    runs = [steps_of(directory) for directory in directories]
-    if not common(runs):
+    runs = [read_steps(directory) for directory in directories]
+    if not common_steps(runs):
         raise ConfigError("the runs have no step in common")
-    Console().print(table([directory.name for directory in directories], runs))
+    Console().print(build_table([directory.name for directory in directories], runs))
     for directory, run in zip(directories[1:], runs[1:], strict=True):
-        difference, step = furthest(runs[0], run)
+        difference, step = largest_loss_difference(runs[0], run)
         print(f"{directory.name}: the loss differs by {difference:.1e} at most, at step {step}")
     return 0
 

@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""How far unlike meshes part from one rank over many steps.
+"""Measure the deviation of heterogeneous layouts from single-rank training over many steps.
 
     tools/train/mesh_agreement.py --output docs/results/mesh-agreement-cpu.json
 
-Trains every layout of meshes and of unlike replicas that the tests have, on this machine's CPU,
-what is in fp32 in bf16 too; beside each the run that it has to equal, of one rank with the same
-batches, and for comparison some layouts of like ranks. Of losses and gradient norms the largest
-relative difference over all steps is told; steps that both skip count in neither.
+Trains every heterogeneous layout of the test suite (meshes and replicas) on this host's CPU, fp32
+cases also in bf16. Each is compared with a run of one rank with the same batches. Some homogeneous
+layouts are trained for comparison. Reported are the largest relative differences of loss and
+gradient norm over all steps, except steps that both runs skip.
 
-Exits with 4 where a loss or a gradient norm differs by more than 1e-5, in 16 bits 1e-2; what does
-is named, beside the furthest that like ranks part, which are not judged.
+Exits with 4 if a loss or a gradient norm of a heterogeneous layout differs by more than 1e-5, in 16
+bits by more than 1e-2. These differences are listed with the largest difference of homogeneous
+layouts, which are not checked.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ from typing import Any
 PROJECT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(PROJECT), str(PROJECT / "tests")]
 
-FP32, SIXTEEN_BITS = 1e-5, 1e-2
+FP32_TOLERANCE, SIXTEEN_BIT_TOLERANCE = 1e-5, 1e-2
 QUANTITIES = ("loss", "grad_norm")
-OF_LIKE_RANKS = ("dp2-do", "tp2-sp", "pp2", "moe-ep2")
+HOMOGENEOUS_LAYOUTS = ("dp2-do", "tp2-sp", "pp2", "moe-ep2")
 
 
 @dataclass(frozen=True)
-class Row:
-    """Largest relative differences of a layout's steps from its reference's. ``like``: its ranks
-    are alike, so that it is no mesh's."""
+class AgreementRow:
+    """Largest relative differences between the steps of a layout and of its reference.
+
+    ``like``: whether the layout is homogeneous.
+    """
 
     layout: str
     ranks: int
@@ -47,14 +50,17 @@ class Row:
     like: bool
 
     @property
-    def bar(self) -> float:
-        return FP32 if self.precision == "fp32" else SIXTEEN_BITS
+    def tolerance(self) -> float:
+        return FP32_TOLERANCE if self.precision == "fp32" else SIXTEEN_BIT_TOLERANCE
 
 
 @dataclass(frozen=True)
-class Miss:
-    """A difference over its bar. ``like_ranks``: the largest of like ranks, in the same precision,
-    with experts where this has them."""
+class ToleranceMiss:
+    """Difference above its tolerance.
+
+    ``like_ranks``: largest difference of homogeneous layouts in the same precision, and with
+    experts if this layout has them.
+    """
 
     layout: str
     quantity: str
@@ -63,100 +69,110 @@ class Miss:
     like_ranks: float
 
 
-def misses(rows: Sequence[Row]) -> Iterator[Miss]:
-    """What is over its bar, of meshes and replicas."""
+def find_misses(rows: Sequence[AgreementRow]) -> Iterator[ToleranceMiss]:
+    """Yield the differences of heterogeneous layouts that exceed their tolerance."""
     for row in rows:
-        kin = [
+        homogeneous_rows = [
             r for r in rows if r.like and (r.precision, r.experts) == (row.precision, row.experts)
         ]
         for quantity in QUANTITIES:
-            found = getattr(row, quantity)
-            if row.like or found <= row.bar:
+            difference = getattr(row, quantity)
+            if row.like or difference <= row.tolerance:
                 continue
-            like = max((getattr(other, quantity) for other in kin), default=float("nan"))
-            yield Miss(row.layout, quantity, found, row.bar, like)
+            largest_homogeneous = max(
+                (getattr(other, quantity) for other in homogeneous_rows), default=float("nan")
+            )
+            yield ToleranceMiss(
+                row.layout, quantity, difference, row.tolerance, largest_homogeneous
+            )
 
 
-def measure(steps: int, rate: float, pattern: str) -> list[Row]:
-    """Train the layouts whose names hold ``pattern``, and what they are compared with."""
+def measure_agreement(steps: int, rate: float, pattern: str) -> list[AgreementRow]:
+    """Train the layouts whose names contain ``pattern`` and their references."""
     from support import layout_cases as layouts  # type: ignore[import-not-found]
     from support import layout_lab, layout_meshes
 
-    alone = {case.name: case for case in (*layouts.REFERENCES, *layouts.CASES) if case.world == 1}
-    every = [case for case in layouts.CASES if case.name in OF_LIKE_RANKS]
-    every += [
+    single_rank_cases = {
+        case.name: case for case in (*layouts.REFERENCES, *layouts.CASES) if case.world == 1
+    }
+    layout_cases = [case for case in layouts.CASES if case.name in HOMOGENEOUS_LAYOUTS]
+    layout_cases += [
         case
-        for case in (*layout_meshes.MESHES, *layouts.FAMILIES)
+        for case in (*layout_meshes.MESHES, *layouts.FAMILY_CASES)
         if "--enable-hetero" in case.layout
     ]
-    chosen = [case for case in every if pattern in case.name and case.reference in alone]
-    wanted = sorted({case.reference for case in chosen})
-    references = [replace(alone[name], reference="") for name in wanted]
+    chosen = [
+        case
+        for case in layout_cases
+        if pattern in case.name and case.reference in single_rank_cases
+    ]
+    reference_names = sorted({case.reference for case in chosen})
+    references = [replace(single_rank_cases[name], reference="") for name in reference_names]
     length = f"--train-iters {steps} --lr {rate}"
-    longer = [replace(c, layout=f"{c.layout} {length}") for c in (*references, *chosen)]
-    longer += [in_bf16(case) for case in longer if precision(case) == "fp32"]
+    cases = [replace(c, layout=f"{c.layout} {length}") for c in (*references, *chosen)]
+    cases += [with_bf16(case) for case in cases if precision_of(case) == "fp32"]
     with tempfile.TemporaryDirectory() as directory:
-        found = layout_lab.train(longer, Path(directory), timeout_s=3600)
+        results = layout_lab.train_cases(cases, Path(directory), timeout_s=3600)
     return [
-        Row(
+        AgreementRow(
             case.name,
             case.world,
-            precision(case),
+            precision_of(case),
             case.reference,
-            furthest(found[case.name], found[case.reference], "loss"),
-            furthest(found[case.name], found[case.reference], "norm"),
+            largest_difference(results[case.name], results[case.reference], "loss"),
+            largest_difference(results[case.name], results[case.reference], "norm"),
             "--num-experts" in case.model,
             "--enable-hetero" not in case.layout,
         )
-        for case in longer
-        if case.reference in found
+        for case in cases
+        if case.reference in results
     ]
 
 
-def precision(case: Any) -> str:
+def precision_of(case: Any) -> str:
     return next((name for name in ("bf16", "fp16") if f"--{name}" in case.model), "fp32")
 
 
-def in_bf16(case: Any) -> Any:
-    """A case, and what it is compared with, in another precision."""
+def with_bf16(case: Any) -> Any:
+    """Return a case, and the name of its reference, in bf16."""
     reference = f"{case.reference}, bf16" if case.reference else ""
     model = f"{case.model} --bf16"
     return replace(case, name=f"{case.name}, bf16", model=model, reference=reference)
 
 
-def furthest(ours: dict[str, Any], reference: dict[str, Any], quantity: str) -> float:
-    """The largest relative difference; infinite where one skips a step that the other takes."""
-    if ours["skipped"] != reference["skipped"]:
+def largest_difference(steps: dict[str, Any], reference: dict[str, Any], quantity: str) -> float:
+    """Return the largest relative difference; infinite if the runs skip different steps."""
+    if steps["skipped"] != reference["skipped"]:
         return float("inf")
-    pairs = zip(ours[quantity], reference[quantity], ours["skipped"], strict=True)
+    pairs = zip(steps[quantity], reference[quantity], steps["skipped"], strict=True)
     return max(float(abs(a - b) / abs(b)) for a, b, skipped in pairs if not skipped)
 
 
-def report(rows: Sequence[Row], options: argparse.Namespace) -> dict[str, Any]:
-    from flagscale.bench.machine import facts
+def build_report(rows: Sequence[AgreementRow], options: argparse.Namespace) -> dict[str, Any]:
+    from flagscale.bench.machine import describe_machine
 
     return {
-        **facts("flagscale", "torch", "megatron-core"),
+        **describe_machine("flagscale", "torch", "megatron-core"),
         "method": f"{options.steps} steps at a learning rate of {options.lr}; largest relative "
         "difference over the steps from the reference, which is one rank with the same batches",
-        "bars": {"fp32": FP32, "bf16 and fp16": SIXTEEN_BITS},
+        "bars": {"fp32": FP32_TOLERANCE, "bf16 and fp16": SIXTEEN_BIT_TOLERANCE},
         "rows": [
-            {**asdict(row), **{name: short(getattr(row, name)) for name in QUANTITIES}}
+            {**asdict(row), **{name: round_for_json(getattr(row, name)) for name in QUANTITIES}}
             for row in rows
         ],
         "missed": [
             {
                 **asdict(miss),
-                "difference": short(miss.difference),
-                "like_ranks": short(miss.like_ranks),
+                "difference": round_for_json(miss.difference),
+                "like_ranks": round_for_json(miss.like_ranks),
             }
-            for miss in misses(rows)
+            for miss in find_misses(rows)
         ],
     }
 
 
-def short(difference: float) -> float | None:
-    """For JSON, which has no numbers that are none."""
+def round_for_json(difference: float) -> float | None:
+    """Round for JSON; None for numbers that JSON cannot represent."""
     return float(f"{difference:.1e}") if math.isfinite(difference) else None
 
 
@@ -167,19 +183,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="layouts whose names hold this text")
     parser.add_argument("--output", type=Path, help="a JSON file for the result")
     options = parser.parse_args(argv)
-    rows = measure(options.steps, options.lr, options.only)
+    rows = measure_agreement(options.steps, options.lr, options.only)
     print(f"{'layout':40} {'ranks':>5} {'loss':>8} {'grad norm':>9}")
     for row in rows:
         print(f"{row.layout:40} {row.ranks:>5} {row.loss:>8.1e} {row.grad_norm:>9.1e}")
     if options.output:
-        options.output.write_text(json.dumps(report(rows, options), indent=2) + "\n")
-    missed = list(misses(rows))
-    for miss in missed:
+        options.output.write_text(json.dumps(build_report(rows, options), indent=2) + "\n")
+    misses = list(find_misses(rows))
+    for miss in misses:
         print(
             f"missed: {miss.layout}: {miss.quantity} {miss.difference:.1e}, expected at most "
-            f"{miss.bar:.0e}; like ranks part by {miss.like_ranks:.1e}"
+            f"{miss.bar:.0e}; homogeneous layouts differ by up to {miss.like_ranks:.1e}"
         )
-    return 4 if missed else 0
+    return 4 if misses else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What an agent writes: lines of the host's output, and records in the run's directory.
+"""Output of an agent: lines in the host's output, and records in the run's directory.
 
-A disk may fill up while a job runs. That may end the job, but never the one who watches it.
+A full disk may end the job, but must not end the agent, so write errors are reported and ignored.
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ from typing import Any
 from flagscale.files import write_json
 
 
-def say(text: str) -> None:
-    """A line in the host's output, if it can be written."""
+def log_line(text: str) -> None:
+    """Print a line to the host's output; errors are ignored."""
     with suppress(OSError):
-        # In one piece: other threads have lines of their own.
+        # A single write, because other threads print lines as well.
         sys.stderr.write(f"flagscale: {text}\n")
         sys.stderr.flush()
 
 
-def keep(path: Path, record: Mapping[str, Any], *, instead_of: Path | None = None) -> bool:
-    """Write a record, if it can be written; whether it could. ``instead_of`` is a file that the
-    record is worth more than: it makes room on a full disk."""
+def write_record(path: Path, record: Mapping[str, Any], *, instead_of: Path | None = None) -> bool:
+    """Write a record, and return True if it could be written.
+
+    ``instead_of`` is a less important file that is removed to make room on a full disk.
+    """
     try:
         write_json(path, record)
     except OSError as error:
         if instead_of is not None:
             with suppress(OSError):
                 instead_of.unlink()
-            return keep(path, record)
-        say(f"cannot write {path}: {error.strerror}")
+            return write_record(path, record)
+        log_line(f"cannot write {path}: {error.strerror}")
         return False
     return True

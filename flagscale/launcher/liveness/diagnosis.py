@@ -1,9 +1,10 @@
-"""Which rank failed first: on one host from its files, and across hosts from their reports.
+"""Selection of the rank that failed first: on one host from its files, across hosts from reports.
 
-Exit codes and the ranks' own events decide; no word in a log ever does. torchrun's table at the
-end of the host's output tells each failed rank's exit code; it is read only after a failure.
-A rank killed from outside (by the kernel for its memory, say) brings the others down with errors
-of their own, such as a reset connection, which may even be written first: the kill is the cause.
+Exit codes and the ranks' own events decide, never words in a log. torchrun's table at the end of
+the host's output contains the exit code of each failed rank; it is only read after a failure. A
+rank that is killed from outside (for example by the kernel for its memory) makes the others fail
+with errors of their own, such as a reset connection. These may even be written first, but the kill
+is the cause.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from flagscale.status import Event
 
 TAIL_BYTES = 256 * 1024
 _MAX_TRACEBACK_LINES = 60
-# Nobody sends these to a rank because another one failed. SIGABRT is left out: a collective's
-# watchdog aborts its process when a peer is gone.
-_CAUSES = frozenset(
+# Signals that are never sent to a rank because another one failed. SIGABRT is not among them: a
+# collective's watchdog aborts its process when a peer is gone.
+_CAUSE_SIGNALS = frozenset(
     {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGSYS}
 )
 # torchrun kills the ranks that survive its TERM only after its grace period, some seconds.
@@ -36,10 +37,17 @@ _ENTRY = re.compile(
     r"  rank      : (?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)\n"
     r"  exitcode  : (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)"
 )
-# How Python, torch, gloo and NCCL tell a rank that a peer is gone.
+# Errors of Python, torch, gloo and NCCL when a peer is gone.
 _PEER_KINDS = frozenset(
-    {"ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError", "BrokenPipeError"}
-    | {"DistNetworkError", "DistStoreError", "DistBackendError"}
+    {
+        "ConnectionResetError",
+        "ConnectionAbortedError",
+        "ConnectionRefusedError",
+        "BrokenPipeError",
+        "DistNetworkError",
+        "DistStoreError",
+        "DistBackendError",
+    }
 )
 _PEER_WORDS = re.compile(
     r"connection (closed|reset|refused|aborted)|broken pipe|socket (timeout|closed)"
@@ -49,24 +57,28 @@ _PEER_WORDS = re.compile(
 
 
 class Severity(IntEnum):
-    """How much a report says about the cause; the least is believed."""
+    """Rank of a report as evidence for the cause; the lowest value is the strongest."""
 
     KILLED = 0
-    """A process was ended from outside, or by a fault of its own memory."""
+    """A process was killed from outside, or by a memory fault."""
     LOST = 1
-    """Nothing was heard of a host any more."""
+    """A host stopped reporting."""
     FAILED = 2
     """A rank raised, or exited with a code."""
     UNNAMED = 3
-    """torchrun ended, and no rank said why."""
+    """torchrun ended, and no rank reported a reason."""
     CONSEQUENCE = 4
-    """A peer was gone, or the supervisor ended it."""
+    """A peer was gone, or the supervisor ended the rank."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first failure of a run. ``rank`` is None when no rank but the host's script, its
-    agent or torchrun itself failed. ``exit_code`` is negative for a signal."""
+    """First failure of a run.
+
+    Attributes:
+        rank: None if the host's script, its agent or torchrun itself failed.
+        exit_code: Negative for a signal.
+    """
 
     host: str
     rank: int | None
@@ -76,43 +88,50 @@ class Failure:
     log: Path
 
     def describe(self) -> str:
-        """Several lines for people: who, why, where to read on."""
+        """Return a description of several lines: rank, reason, traceback and log."""
         lines = [self.headline(), *self.reason.splitlines()[1:]]
         if self.traceback:
             lines += ["    " + line for line in self.traceback.splitlines()]
         return "\n".join([*lines, f"  log: {self.log}"])
 
     def headline(self) -> str:
-        """One line: who and why."""
+        """Return a description of one line: rank and reason."""
         who = f"{self.host}: rank {self.rank}" if self.rank is not None else f"{self.host}:"
         return f"{who} {self.reason}".partition("\n")[0]
 
 
 @dataclass(frozen=True)
-class Report:
-    """A failure as one host sees it. ``time`` is in Unix seconds of that host's clock, until the
-    coordinator turns it into its own."""
+class FailureReport:
+    """A failure as reported by one host.
+
+    ``time`` is in Unix seconds of that host's clock, until the coordinator converts it to its own
+    clock.
+    """
 
     failure: Failure
     time: float
     severity: Severity
 
 
-def first_of(reports: Iterable[Report]) -> Report | None:
-    """The report of the cause: no consequence if there is anything else, and of those of about
-    the same moment the one that says most."""
-    known = list(reports)
-    named = [report for report in known if report.severity < Severity.CONSEQUENCE] or known
-    if not named:
+def find_cause(reports: Iterable[FailureReport]) -> FailureReport | None:
+    """Return the report of the cause; None without reports.
+
+    Consequences are ignored if there is any other report. Among the reports of about the same
+    moment the one of the strongest severity is selected.
+    """
+    candidates = list(reports)
+    causes = [report for report in candidates if report.severity < Severity.CONSEQUENCE]
+    candidates = causes or candidates
+    if not candidates:
         return None
-    first = min(report.time for report in named)
-    same_moment = [report for report in named if report.time - first <= SAME_MOMENT_SECONDS]
+    first = min(report.time for report in candidates)
+    same_moment = [report for report in candidates if report.time - first <= SAME_MOMENT_SECONDS]
     return min(same_moment, key=lambda report: (report.severity, report.time))
 
 
 @dataclass(frozen=True)
 class TableEntry:
-    """A rank in torchrun's table of failures. ``code`` is negative for a signal."""
+    """A rank in torchrun's table of failures; ``code`` is negative for a signal."""
 
     rank: int
     code: int
@@ -120,10 +139,16 @@ class TableEntry:
 
 
 @dataclass(frozen=True)
-class End:
-    """How torchrun ended: its code, and when; ``out_of_memory_kills`` as the kernel counted them,
-    ``killed`` are the processes that the agent itself killed, ``late`` the ranks that said that
-    they failed when the job was being ended already."""
+class TorchrunExit:
+    """End of a torchrun.
+
+    Attributes:
+        code: Exit code of torchrun.
+        time: Unix seconds.
+        out_of_memory_kills: Number of kills that the kernel counted; None if unknown.
+        killed: Processes that the agent killed.
+        late: Ranks that reported a failure when the job was already being ended.
+    """
 
     code: int
     time: float
@@ -133,8 +158,7 @@ class End:
 
 
 def parse_table(output: str, killed: Collection[int] = ()) -> list[TableEntry]:
-    """The ranks in the last table of failures that torchrun printed, without those that the
-    agent killed."""
+    """Parse the last table of failures that torchrun printed, ignoring processes in ``killed``."""
     start = output.rfind("\nFailures:\n")
     if start < 0:
         return []
@@ -150,114 +174,124 @@ def parse_table(output: str, killed: Collection[int] = ()) -> list[TableEntry]:
     return sorted(entries, key=lambda entry: entry.time)
 
 
-def host_report(
+def diagnose_host(
     host: HostFiles,
     events: Mapping[int, Sequence[Event]],
-    end: End | None,
+    end: TorchrunExit | None,
     *,
     output_start: int = 0,
-) -> Report | None:
-    """What failed first on a host; None while nothing has.
+) -> FailureReport | None:
+    """Return the report of the first failure on a host; None if nothing has failed.
 
-    ``events`` are the ranks' status events, ``end`` is None while torchrun lives, and
-    ``output_start`` is where the attempt begins in the host's output.
+    Args:
+        events: Status events of the ranks.
+        end: None while torchrun is running.
+        output_start: Offset of the attempt in the host's output.
     """
     failed = {
         rank: event
-        for rank, rows in events.items()
-        for event in rows
+        for rank, rank_events in events.items()
+        for event in rank_events
         if event.event == "failed" and rank in host.ranks
     }
     table: list[TableEntry] = []
     if end is not None:
         table = parse_table(read_tail(host.output, start=output_start), end.killed)
         table = [entry for entry in table if entry.rank not in end.late]
-    rank = choose_rank(table, failed)
+    rank = find_first_failed_rank(table, failed)
     if rank is not None:
         entry = next((entry for entry in table if entry.rank == rank), None)
         report = _rank_report(host, rank, entry, failed.get(rank), end)
-        return _with_place(report, events.get(rank, ()))
+        return _add_place(report, events.get(rank, ()))
     if end is None or end.code == 0:
         return None
     started = any(events.get(rank) for rank in host.ranks)
-    what = "the job" if started else "torchrun"
-    reason = f"{what} ended with {describe_code(end.code)}; no rank said why"
-    shown = last_lines(host.output, start=output_start)
+    process = "the job" if started else "torchrun"
+    reason = f"{process} ended with {describe_code(end.code)}; no rank reported a reason"
+    lines = last_lines(host.output, start=output_start)
     severity = Severity.KILLED if end.code == 128 + signal.SIGKILL else Severity.UNNAMED
-    failure = Failure(host.name, None, end.code, reason, shown, host.output)
-    return Report(failure, end.time, severity)
+    failure = Failure(host.name, None, end.code, reason, lines, host.output)
+    return FailureReport(failure, end.time, severity)
 
 
-def choose_rank(table: Sequence[TableEntry], failed: Mapping[int, Event]) -> int | None:
-    """The rank that failed first.
+def find_first_failed_rank(table: Sequence[TableEntry], failed: Mapping[int, Event]) -> int | None:
+    """Return the rank that failed first.
 
-    1. A rank that a signal of the causing kind ended, as torchrun noticed first;
-    2. else the rank that was the first to report its exception, one that lost a peer last;
-    3. else the earliest in torchrun's table that torchrun itself didn't end.
+    1. A rank that was ended by a signal in ``_CAUSE_SIGNALS``, among the first in torchrun's table;
+    2. else the rank that was first to report an exception, considering ranks that lost a peer last;
+    3. else the earliest in torchrun's table that torchrun itself did not end.
     """
     if table:
         first = table[0].time
         for entry in table:
             same_moment = entry.time - first <= SAME_MOMENT_SECONDS
-            if same_moment and -entry.code in _CAUSES and entry.rank not in failed:
+            if same_moment and -entry.code in _CAUSE_SIGNALS and entry.rank not in failed:
                 return entry.rank
     if failed:
         return min(failed, key=lambda rank: (lost_a_peer(failed[rank]), failed[rank].time))
-    others = [entry for entry in table if entry.code != -signal.SIGTERM]
-    return (others or list(table))[0].rank if table else None
+    failed_alone = [entry for entry in table if entry.code != -signal.SIGTERM]
+    return (failed_alone or list(table))[0].rank if table else None
 
 
 def lost_a_peer(event: Event) -> bool:
-    """Whether a rank's exception says no more than that another rank was gone."""
+    """Return True if a rank's exception only shows that another rank was gone."""
     kind, message = str(event.get("kind", "")), str(event.get("message", ""))
     return kind in _PEER_KINDS or _PEER_WORDS.search(message) is not None
 
 
 def _rank_report(
-    host: HostFiles, rank: int, entry: TableEntry | None, event: Event | None, end: End | None
-) -> Report:
+    host: HostFiles,
+    rank: int,
+    entry: TableEntry | None,
+    event: Event | None,
+    end: TorchrunExit | None,
+) -> FailureReport:
     log = rank_log(host, rank)
     code = entry.code if entry is not None else None
     if event is not None:
-        # Told to end while it was ending by itself: not what it would have ended with.
+        # Terminated while it was already ending by itself: this is not its own exit code.
         code = None if code == -signal.SIGTERM else code
-        # Where the message says what to do, the traceback would only hide it.
+        # If the message explains how to fix the error, a traceback would only distract.
         trace = "" if event.get("explained") else printable(str(event.get("traceback", "")))
-        failure = Failure(host.name, rank, code, _reason(event, code), trace, log)
+        failure = Failure(host.name, rank, code, _describe_exception(event, code), trace, log)
         severity = Severity.CONSEQUENCE if lost_a_peer(event) else Severity.FAILED
-        return Report(failure, event.time, severity)
+        return FailureReport(failure, event.time, severity)
     reason = f"ended with {describe_code(code)}" if code is not None else "failed"
     if code == -signal.SIGKILL:
         reason += f": {_explain_kill(end.out_of_memory_kills if end else None)}"
-    # A program that explains itself without a traceback has done so in its last lines.
+    # Without a traceback, the last lines may contain the program's error message.
     trace = last_traceback(read_tail(log)) or last_lines(log, 5) if (code or 0) >= 0 else ""
     moment = entry.time if entry is not None else 0.0
-    return Report(Failure(host.name, rank, code, reason, trace, log), moment, _severity(code))
+    return FailureReport(
+        Failure(host.name, rank, code, reason, trace, log), moment, _classify_code(code)
+    )
 
 
-def _with_place(report: Report, rows: Sequence[Event]) -> Report:
-    """The report with what the rank has told of its place in the job, such as its stage."""
-    told = next((event.get("place") for event in rows if event.event == "joined"), None)
-    if told is None:
+def _add_place(report: FailureReport, events: Sequence[Event]) -> FailureReport:
+    """Return the report with the rank's position in the job, such as its pipeline stage."""
+    place = next((event.get("place") for event in events if event.event == "joined"), None)
+    if place is None:
         return report
-    first, newline, others = report.failure.reason.partition("\n")
-    reason = f"{first}; it is of {printable(str(told))}{newline}{others}"
+    first_line, newline, hint = report.failure.reason.partition("\n")
+    reason = f"{first_line}; it is of {printable(str(place))}{newline}{hint}"
     return replace(report, failure=replace(report.failure, reason=reason))
 
 
-def _reason(event: Event, code: int | None) -> str:
-    """What an exception said, the exit code behind its first line; a hint may follow."""
+def _describe_exception(event: Event, code: int | None) -> str:
+    """Return the reason from an exception, with the exit code after its first line; a hint may
+    follow.
+    """
     kind = event.get("kind", "an exception")
     message = printable(str(event.get("message", ""))).strip()
-    first, _, others = message.partition("\n")
-    reason = f"failed: {kind}{f': {first}' if first else ''}"
+    first_line, _, hint = message.partition("\n")
+    reason = f"failed: {kind}{f': {first_line}' if first_line else ''}"
     if code is not None:
         reason += f" ({describe_code(code)})"
-    return f"{reason}\n{others}" if others else reason
+    return f"{reason}\n{hint}" if hint else reason
 
 
-def _severity(code: int | None) -> Severity:
-    if code is not None and -code in _CAUSES:
+def _classify_code(code: int | None) -> Severity:
+    if code is not None and -code in _CAUSE_SIGNALS:
         return Severity.KILLED
     if code in (-signal.SIGTERM, -signal.SIGABRT):
         return Severity.CONSEQUENCE
@@ -273,7 +307,7 @@ def _explain_kill(kills: int | None) -> str:
 
 
 def describe_code(code: int) -> str:
-    """An exit code for people; a signal by its name, given as ``-n`` or as ``128+n``."""
+    """Describe an exit code; a signal, given as ``-n`` or ``128+n``, by its name."""
     number = -code if code < 0 else code - 128 if code > 128 else None
     if number is None:
         return f"exit code {code}"
@@ -285,20 +319,20 @@ def describe_code(code: int) -> str:
 
 
 def rank_log(host: HostFiles, rank: int) -> Path:
-    """The stderr file of a rank's last attempt; the host's output where there is none."""
-    found = rank_logs(host, rank, "stderr.log")
-    return found[-1] if found else host.output
+    """Return the stderr file of a rank's last attempt, or the host's output if there is none."""
+    logs = rank_logs(host, rank, "stderr.log")
+    return logs[-1] if logs else host.output
 
 
 def rank_logs(host: HostFiles, rank: int, name: str) -> list[Path]:
-    """A rank's files of this name, of every attempt, oldest first."""
+    """Return a rank's files of this name in all attempts, oldest first."""
     pattern = f"*/attempt_*/{rank - host.first_rank}/{name}"
-    found = (host.run_dir / RANKS_DIRECTORY).glob(pattern)
-    return sorted(found, key=lambda path: path.stat().st_mtime)
+    paths = (host.run_dir / RANKS_DIRECTORY).glob(pattern)
+    return sorted(paths, key=lambda path: path.stat().st_mtime)
 
 
 def read_tail(path: Path, size: int = TAIL_BYTES, *, start: int = 0) -> str:
-    """The end of a text file, not before byte ``start``; empty if there is none."""
+    """Return the end of a text file, not before byte ``start``; empty if there is no file."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
@@ -309,15 +343,18 @@ def read_tail(path: Path, size: int = TAIL_BYTES, *, start: int = 0) -> str:
 
 
 def last_traceback(text: str) -> str:
-    """The last Python traceback of a text, without what follows it; empty if there is none."""
+    """Return the last Python traceback of a text, without the text after it; empty if there is
+    none.
+    """
     start = text.rfind("Traceback (most recent call last):")
     if start < 0:
         return ""
     lines = text[start:].splitlines()
     end = next((n for n, line in enumerate(lines[1:], 1) if line and not line.startswith(" ")), 0)
-    kept = lines[: end + 1] if end else lines
-    return "\n".join(kept[-_MAX_TRACEBACK_LINES:])
+    traceback = lines[: end + 1] if end else lines
+    return "\n".join(traceback[-_MAX_TRACEBACK_LINES:])
 
 
 def last_lines(path: Path, count: int = 15, *, start: int = 0) -> str:
+    """Return the last lines of a text file, not before byte ``start``."""
     return "\n".join(read_tail(path, 16 * 1024, start=start).splitlines()[-count:])

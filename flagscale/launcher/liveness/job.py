@@ -1,5 +1,4 @@
-"""What the coordinator knows of each host of a job, which rank of a stalled one holds up the
-others, and what it tells people."""
+"""Coordinator's record of each host, notices of events, and detection of the slowest rank."""
 
 from __future__ import annotations
 
@@ -7,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flagscale.launcher.liveness.diagnosis import Failure, Report, Severity
+from flagscale.launcher.liveness.diagnosis import Failure, FailureReport, Severity
 from flagscale.launcher.liveness.messages import HostStatus, RankProgress
 
 
 @dataclass
 class JobHost:
-    """What is known of a host in this attempt. Times are the coordinator's monotonic clock."""
+    """Status of a host in this attempt; times are seconds of the coordinator's monotonic clock."""
 
     name: str
     place: str = ""
-    """What it holds, where ranks are unlike."""
-    heard: float | None = None
+    """Position of the host's ranks in the heterogeneous meshes; empty for a homogeneous run."""
+    last_message_at: float | None = None
     status: HostStatus = HostStatus.ABSENT
     joined: int = 0
     nproc: int = 0
@@ -27,9 +26,9 @@ class JobHost:
     ended: int | None = None
     lost: bool = False
     offset: float | None = None
-    """What to add to this host's Unix time to get the coordinator's monotonic time."""
+    """Difference between the coordinator's monotonic time and this host's Unix time."""
     ranks: tuple[RankProgress, ...] | None = None
-    """The answer to the last question for stacks."""
+    """Reply to the last request for stacks."""
 
     @property
     def over(self) -> bool:
@@ -38,21 +37,24 @@ class JobHost:
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that people want to be told of: ``failed``, ``finished`` or ``stopped``, which are
-    the end, ``stalled`` or ``restarted``."""
+    """Event for notifications: ``failed``, ``finished``, ``stopped``, ``stalled`` or
+    ``restarted``.
+
+    The first three end the job.
+    """
 
     event: str
     attempt: int
     failure: Failure | None = None
 
 
-def held(place: str) -> str:
-    """The end of a message on a host that is gone."""
+def describe_place(place: str) -> str:
+    """Return the end of a message about a lost host, with the position of its ranks."""
     return f"; it held {place}" if place else ""
 
 
-def unreached(port: int | None) -> str:
-    """Why agents may not have met: nobody can look at a firewall between them."""
+def explain_unreached(port: int | None) -> str:
+    """Return why agents may not have met. A firewall between them cannot be detected directly."""
     if port is None:
         return ""
     return (
@@ -61,31 +63,43 @@ def unreached(port: int | None) -> str:
     )
 
 
-def behind(ranks: Sequence[RankProgress]) -> RankProgress | None:
-    """The rank that the others wait for: the lowest step, then a process that is stopped, then
-    one that does not answer where others do, then one that waits for nobody."""
+def find_straggler(ranks: Sequence[RankProgress]) -> RankProgress | None:
+    """Return the rank that the others wait for; None without ranks.
+
+    Ranks are compared by the lowest step, then a stopped process, then one that does not answer
+    although others do, then one whose stack does not wait for another rank.
+    """
     if not ranks:
         return None
     lowest = min((rank.step for rank in ranks if rank.step is not None), default=None)
-    last = [rank for rank in ranks if lowest is None or rank.step == lowest]
-    return min(last, key=lambda rank: (not rank.stopped, rank.answered, rank.waits, rank.rank))
+    slowest = [rank for rank in ranks if lowest is None or rank.step == lowest]
+    return min(slowest, key=lambda rank: (not rank.stopped, rank.answered, rank.waits, rank.rank))
 
 
 def stalled_report(
     ranks: Sequence[RankProgress], seconds: float, host: str, output: Path
-) -> Report:
-    """The failure of a job that got no further for ``seconds``. ``host`` and ``output`` stand in
-    where no rank could be asked. The report's time is left to the caller."""
-    last = behind(ranks)
-    if last is None:
-        reason = f"stalled: no rank has got on for {seconds:.0f} s"
-        return Report(Failure(host, None, None, reason, "", output), 0.0, Severity.KILLED)
-    at = f" {last.doing}" if last.doing else ""
-    at += f" at step {last.step}" if last.step is not None else ""
-    reason = f"stalled: no rank has got on for {seconds:.0f} s, and this one is behind{at}"
-    if last.stopped:
+) -> FailureReport:
+    """Return the report of a job without progress for ``seconds``.
+
+    Args:
+        host: Host to report if there are no ranks.
+        output: Log to report if there are no ranks.
+
+    Returns:
+        A report whose time the caller has to set.
+    """
+    straggler = find_straggler(ranks)
+    if straggler is None:
+        reason = f"stalled: no rank has made progress for {seconds:.0f} s"
+        return FailureReport(Failure(host, None, None, reason, "", output), 0.0, Severity.KILLED)
+    reason = f"stalled: no rank has made progress for {seconds:.0f} s, and this one is behind"
+    if straggler.doing:
+        reason += f" {straggler.doing}"
+    if straggler.step is not None:
+        reason += f" at step {straggler.step}"
+    if straggler.stopped:
         reason += "; its process is stopped (SIGSTOP)"
-    elif not last.answered:
-        reason += "; it did not say where it is"
-    failure = Failure(last.host, last.rank, None, reason, last.stack, last.log)
-    return Report(failure, 0.0, Severity.KILLED)
+    elif not straggler.answered:
+        reason += "; it did not report its stack"
+    failure = Failure(straggler.host, straggler.rank, None, reason, straggler.stack, straggler.log)
+    return FailureReport(failure, 0.0, Severity.KILLED)

@@ -1,4 +1,4 @@
-"""What one host does: its attempt at the job, what it reports, the orders that it follows."""
+"""One host of a job: its attempt, its reports to the coordinator, and the orders it follows."""
 
 from __future__ import annotations
 
@@ -8,25 +8,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flagscale import files
-from flagscale.hosts.kernel import out_of_memory_kills
+from flagscale.hosts.kernel import count_oom_kills
 from flagscale.launcher.layout import HostFiles, status_directory
 from flagscale.launcher.liveness import messages
-from flagscale.launcher.liveness.agent_log import say
+from flagscale.launcher.liveness.agent_log import log_line
 from flagscale.launcher.liveness.attempt import Attempt, Stage
-from flagscale.launcher.liveness.diagnosis import End, Failure, Report, Severity, host_report
-from flagscale.launcher.liveness.messages import FromHost, HostStatus, Order, Position
-from flagscale.launcher.liveness.watch import RankWatch, StackCall, size_of
+from flagscale.launcher.liveness.diagnosis import (
+    Failure,
+    FailureReport,
+    Severity,
+    TorchrunExit,
+    diagnose_host,
+)
+from flagscale.launcher.liveness.messages import HostMessage, HostProgress, HostStatus, Order
+from flagscale.launcher.liveness.watch import RankWatch, StackDump, file_size
 from flagscale.status import ATTEMPT_VARIABLE, STATUS_DIR_VARIABLE
 
-LOOK_SECONDS = 0.25
-# How long a program that reports nothing has to run for its end to count as no false start.
-LIVED_SECONDS = 30.0
+REFRESH_SECONDS = 0.25
+# Seconds that a program without status reports has to run so that its end is no failed start.
+FALSE_START_SECONDS = 30.0
 _STACK_SECONDS = 4.0
 _MAX_TRACEBACK_CHARACTERS = 20_000
 
 
 class Member:
-    """One host's part of the job. What it has to say collects in ``out``."""
+    """One host's part of the job. Messages to the coordinator collect in ``out``."""
 
     def __init__(
         self,
@@ -43,42 +49,42 @@ class Member:
         self.attempt_number = 0
         self.attempt = Attempt(run_id, grace)
         self.signal: int | None = None
-        """What the job was stopped by, if it was."""
+        """Signal that stopped the job; None if it was not stopped."""
         self.cause: Failure | None = None
-        """Why it was stopped, where nobody had asked for that."""
+        """Failure that caused the stop; None if a user requested it."""
         self.failure: Failure | None = None
-        """The job's first failure, as far as this host has been told."""
+        """First failure of the job, as reported to this host."""
         self.finished = False
-        """Whether nothing will be started any more."""
+        """True if nothing will be started any more."""
         self.lost = False
-        """Whether the link to the coordinator was lost for good."""
-        self.out: list[FromHost] = []
+        """True if the link to the coordinator was lost for good."""
+        self.out: list[HostMessage] = []
         self._run_id = run_id
         self._grace = grace
         self._command = list(command)
         self._earlier_starts = earlier_starts
         self._secrets = dict(secrets or {})
         self._watch = RankWatch(host.run_dir / status_directory(0))
-        self._looked = 0.0
+        self._refreshed_at = 0.0
         self._kills_before: int | None = None
         self._output_start = 0
-        self._reported: Report | None = None
-        self._told_ended = False
-        self._call: StackCall | None = None
-        self._called_at = 0.0
-        self._ended_by_order = 0.0
+        self._reported: FailureReport | None = None
+        self._end_reported = False
+        self._stack_dump: StackDump | None = None
+        self._stack_dump_at = 0.0
+        self._end_ordered_at = 0.0
 
-    # -- life -------------------------------------------------------------------------------
+    # -- attempt ---------------------------------------------------------------------------
 
-    def begin(self, number: int) -> None:
+    def start_attempt(self, number: int) -> None:
         """Start attempt ``number``."""
         self.attempt_number = number
         self.attempt = Attempt(self._run_id, self._grace)
         directory = self.host.run_dir / status_directory(number)
         self._watch = RankWatch(directory)
-        self._kills_before = out_of_memory_kills()
-        self._output_start = size_of(self.host.output)
-        self._reported, self._told_ended, self._call = None, False, None
+        self._kills_before = count_oom_kills()
+        self._output_start = file_size(self.host.output)
+        self._reported, self._end_reported, self._stack_dump = None, False, None
         self.failure = None
         environment = {
             **os.environ,
@@ -90,65 +96,68 @@ class Member:
             files.make_private_directory(directory)
             self.attempt.start(self._command, environment)
         except OSError as error:
-            say(f"cannot start {self._command[0]}: {error.strerror}")
+            log_line(f"cannot start {self._command[0]}: {error.strerror}")
             self.attempt.code, self.attempt.stage = 127, Stage.OVER
             self.attempt.ended_at = time.time()
 
     @property
     def over(self) -> bool:
-        """Whether this host has done its part and waits for nobody."""
+        """True if this host has done its part and waits for no other."""
         ended = self.attempt.stage is Stage.OVER
         return ended and (self.finished or self.lost or self.signal is not None)
 
     @property
-    def met(self) -> bool:
-        """Whether the ranks of all hosts have met, or will not meet any more."""
+    def ranks_joined(self) -> bool:
+        """True if the ranks of all hosts have joined, or will not join any more."""
         return bool(self._watch.joined) or self.attempt.stage is not Stage.RUNNING
 
     def step(self, now: float) -> None:
-        """Look at the ranks and go on with what is to be done."""
+        """Read the status of the ranks, and perform the actions that are due."""
         self.attempt.step(now)
-        if now - self._looked >= LOOK_SECONDS or self.attempt.stage is Stage.OVER:
-            self._looked = now
-            if not self._told_ended:
-                self._watch.look()
+        if now - self._refreshed_at >= REFRESH_SECONDS or self.attempt.stage is Stage.OVER:
+            self._refreshed_at = now
+            if not self._end_reported:
+                self._watch.refresh()
                 self._report_early()
-        if self._call is not None and (
-            self._call.complete(now) or now - self._called_at > _STACK_SECONDS
+        if self._stack_dump is not None and (
+            self._stack_dump.is_complete(now) or now - self._stack_dump_at > _STACK_SECONDS
         ):
-            self.out.append(messages.Stacks(*self._head(), self._call.ranks()))
-            self._call = None
-        if self.attempt.stage is Stage.OVER and not self._told_ended:
-            self._told_ended = True
+            self.out.append(
+                messages.RankStacks(*self._message_fields(), self._stack_dump.rank_progress())
+            )
+            self._stack_dump = None
+        if self.attempt.stage is Stage.OVER and not self._end_reported:
+            self._end_reported = True
             self._reported = self._final_report() or self._reported
-            self.out.append(messages.Ended(*self._head(), self._position()))
+            self.out.append(messages.AttemptEnded(*self._message_fields(), self._progress()))
 
-    # -- what it says -----------------------------------------------------------------------
+    # -- reports ---------------------------------------------------------------------------
 
     def hello(self) -> messages.Hello:
-        """Everything that the coordinator has to know of a host that it doesn't know."""
+        """Return the first message on a connection, with the complete status of this host."""
         if self.signal is not None:
-            self._say_stopping(self.signal)
-        return messages.Hello(*self._head(), self._position())
+            self._report_stop(self.signal)
+        return messages.Hello(*self._message_fields(), self._progress())
 
-    def beat(self) -> messages.Beat:
-        return messages.Beat(*self._head(), self._position())
+    def heartbeat(self) -> messages.Heartbeat:
+        """Return the periodic report of this host's progress."""
+        return messages.Heartbeat(*self._message_fields(), self._progress())
 
-    def _head(self) -> tuple[int, int, float]:
-        """What every message begins with."""
+    def _message_fields(self) -> tuple[int, int, float]:
+        """Return the fields that every message begins with."""
         return self.number, self.attempt_number, time.time()
 
-    def _position(self) -> Position:
+    def _progress(self) -> HostProgress:
         watch, attempt = self._watch, self.attempt
-        lived = not watch.events and time.monotonic() - attempt.began >= LIVED_SECONDS
-        return Position(
+        lived = not watch.events and time.monotonic() - attempt.began >= FALSE_START_SECONDS
+        return HostProgress(
             status=self.status,
             joined=len(watch.joined),
             nproc=self.host.nproc,
-            moves=watch.moves,
+            moves=watch.progress_count,
             busy=watch.busy,
             lived=lived,
-            ended=attempt.code if self._told_ended else None,
+            ended=attempt.code if self._end_reported else None,
             report=self._reported,
         )
 
@@ -162,90 +171,101 @@ class Member:
         return HostStatus.RUNNING if joined else HostStatus.STARTING
 
     def _report_early(self) -> None:
-        """Name a rank as soon as it says that it failed; its exit code comes later."""
+        """Report a failed rank as soon as its status says so; its exit code follows later."""
         if self._watch.failed and self._reported is None and not self.attempt.ending:
-            self._reported = _short(host_report(self.host, self._watch.events, None))
+            self._reported = _truncate_report(diagnose_host(self.host, self._watch.events, None))
             if self._reported is not None:
-                self.out.append(messages.Reported(*self._head(), self._reported))
+                self.out.append(messages.RankFailed(*self._message_fields(), self._reported))
 
-    def _final_report(self) -> Report | None:
-        """What failed here, now that torchrun has ended; None for what others brought about."""
+    def _final_report(self) -> FailureReport | None:
+        """Return the failure on this host after torchrun has ended; None if others caused it."""
         attempt = self.attempt
         if self.signal is not None or not attempt.code:
             return None
-        counted = out_of_memory_kills(self._kills_before)
-        late = self._failed_late()
+        oom_kills = count_oom_kills(self._kills_before)
+        late = self._find_late_failures()
         events = {
-            rank: [row for row in rows if row.event != "failed" or rank not in late]
-            for rank, rows in self._watch.events.items()
+            rank: [event for event in rank_events if event.event != "failed" or rank not in late]
+            for rank, rank_events in self._watch.events.items()
         }
-        end = End(attempt.code, attempt.ended_at, counted, attempt.killed, late)
-        report = host_report(self.host, events, end, output_start=self._output_start)
-        ours = attempt.killed_command and report is not None and report.failure.rank is None
-        if report is not None and attempt.ending and (ours or report.severity >= Severity.UNNAMED):
-            return None
-        return _short(report)
+        end = TorchrunExit(attempt.code, attempt.ended_at, oom_kills, attempt.killed, late)
+        report = diagnose_host(self.host, events, end, output_start=self._output_start)
+        if report is not None and attempt.ending:
+            killed_by_agent = attempt.killed_command and report.failure.rank is None
+            if killed_by_agent or report.severity >= Severity.UNNAMED:
+                return None
+        return _truncate_report(report)
 
-    def _failed_late(self) -> set[int]:
-        """The ranks that failed once this host had been told to end its part: they lost a peer."""
+    def _find_late_failures(self) -> set[int]:
+        """Return the ranks that failed after this host was ordered to end its part: they lost a
+        peer.
+        """
         if not self.attempt.ending:
             return set()
-        # Events tell their time in milliseconds.
-        limit = self._ended_by_order + 0.001
-        rows = ((rank, row) for rank, rows in self._watch.events.items() for row in rows)
-        return {rank for rank, row in rows if row.event == "failed" and row.time > limit}
+        # The times of events have a resolution of 1 ms.
+        limit = self._end_ordered_at + 0.001
+        return {
+            rank
+            for rank, events in self._watch.events.items()
+            for event in events
+            if event.event == "failed" and event.time > limit
+        }
 
-    # -- what it is told --------------------------------------------------------------------
+    # -- orders ----------------------------------------------------------------------------
 
     def obey(self, order: Order, now: float) -> None:
         """Follow an order of the coordinator."""
         match order:
             case messages.StopJob():
-                self.stop(order.signal, tell=False, cause=order.failure)
+                self.stop(order.signal, report=False, cause=order.failure)
             case messages.FinishJob():
                 self.failure = order.failure or self.failure
                 self.finished = True
-                self._end_failed()
+                self._end_after_failure()
             case messages.StartAttempt() if order.attempt == self.attempt_number + 1:
                 if self.attempt.stage is Stage.OVER and self.signal is None:
-                    say(f"attempt {order.attempt + 1} starts")
-                    self.begin(order.attempt)
+                    log_line(f"attempt {order.attempt + 1} starts")
+                    self.start_attempt(order.attempt)
             case messages.EndAttempt() if order.attempt == self.attempt_number:
                 self.failure = order.failure or self.failure
-                self._end_failed()
+                self._end_after_failure()
             case messages.DumpStacks() if order.attempt == self.attempt_number:
-                if self._call is None and self.attempt.stage is Stage.RUNNING:
-                    self._called_at = now
-                    self._call = StackCall(self.host, self._watch, self.attempt.ranks())
+                if self._stack_dump is None and self.attempt.stage is Stage.RUNNING:
+                    self._stack_dump_at = now
+                    self._stack_dump = StackDump(self.host, self._watch, self.attempt.find_ranks())
 
-    def stop(self, number: int, *, tell: bool = True, cause: Failure | None = None) -> None:
-        """End the job in order, with the whole grace period, and start it no more. ``cause``: what
-        failed, where that is why."""
+    def stop(self, number: int, *, report: bool = True, cause: Failure | None = None) -> None:
+        """End the job in order, with the whole grace period, and do not start it again.
+
+        ``cause`` is the failure that caused the stop, unless a user requested it.
+        """
         if self.signal is None:
             self.signal, self.cause = number, cause
             self.attempt.end(failed=False)
-            if tell:
-                self._say_stopping(number)
+            if report:
+                self._report_stop(number)
 
-    def _say_stopping(self, number: int) -> None:
-        self.out.append(messages.Stopping(*self._head(), number, self.cause))
+    def _report_stop(self, number: int) -> None:
+        self.out.append(messages.StopSignalled(*self._message_fields(), number, self.cause))
 
-    def lose(self, failure: Failure) -> None:
-        """The coordinator, or the way to it, is gone: end everything here."""
+    def lose_coordinator(self, failure: Failure) -> None:
+        """End everything on this host, because the coordinator or the link to it is lost."""
         if not self.lost:
             self.lost = True
             self.failure = failure
-            self._end_failed()
+            self._end_after_failure()
 
-    def _end_failed(self) -> None:
+    def _end_after_failure(self) -> None:
         if self.attempt.stage is Stage.RUNNING and not self.attempt.ending:
-            self._ended_by_order = time.time()
-            self._watch.look()
-            failed = {r for r, rows in self._watch.events.items() if rows[-1].event == "failed"}
+            self._end_ordered_at = time.time()
+            self._watch.refresh()
+            failed = {
+                rank for rank, events in self._watch.events.items() if events[-1].event == "failed"
+            }
             self.attempt.end(failed=True, dying=failed)
 
-    def code(self) -> int:
-        """The exit code of this host: the job's own, 128+n where it was stopped."""
+    def exit_code(self) -> int:
+        """Return the exit code of this host: the job's own, or 128+n if it was stopped."""
         code = self.attempt.code or 0
         if self.cause is not None:
             return code or 1
@@ -256,8 +276,8 @@ class Member:
         return 1 if self.lost or (code == 0 and self.attempt.ending) else code
 
 
-def _short(report: Report | None) -> Report | None:
-    """A report that fits into a message, whatever a program wrote."""
+def _truncate_report(report: FailureReport | None) -> FailureReport | None:
+    """Return a report that fits into a message, whatever the program wrote."""
     if report is None or len(report.failure.traceback) + len(report.failure.reason) < 8000:
         return report
     failure = report.failure

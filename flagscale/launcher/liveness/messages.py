@@ -1,8 +1,8 @@
-"""What agents say to each other: a dataclass for each message of a host and each order of the
-coordinator, and how they become bytes.
+"""Messages between agents: reports of a host, orders of the coordinator, and their encoding.
 
-Who speaks has proven that it knows the run's secret, but its words are still judged: what is not
-exactly one of these is passed over, so that no message can do more than say something false.
+The sender has proven that it has the run's secret, but its messages are still validated: anything
+that is not exactly one of these is ignored, so that the worst a message can do is report something
+false.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flagscale.files import plain
-from flagscale.launcher.liveness.diagnosis import Failure, Report
+from flagscale.files import to_plain
+from flagscale.launcher.liveness.diagnosis import Failure, FailureReport
 from flagscale.launcher.liveness.protocol import MAX_FRAME_BYTES
 from flagscale.records import from_record
 
-# A host's failure goes on to all others, in a frame in which its letters may take thrice the room.
+# A host's failure is forwarded to all others, in a frame in which its characters may take three
+# times as much space.
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES // 4
-# In a stack: this rank is in a collective or at a barrier, so it waits for another one.
-_WAITS = re.compile(
+# Frames of a stack which show that the rank waits for another one, in a collective or a barrier.
+_WAITING_FRAMES = re.compile(
     r"torch[/\\]distributed[/\\]|torch[/\\]autograd[/\\]graph\.py"
     r"| in (\w*barrier|all_\w+|reduce\w*|broadcast\w*|gather\w*|scatter\w*|recv\w*)$",
     re.MULTILINE,
@@ -30,17 +31,18 @@ _WAITS = re.compile(
 
 
 class JobPhase(str, Enum):
-    """What the job is doing."""
+    """Phase of the job."""
 
     RUNNING = "running"
     ENDING = "ending"
     WAITING = "waiting"
     STOPPING = "stopping"
     OVER = "over"
+    """Statuses of a host whose part of the attempt is over."""
 
 
 class HostStatus(str, Enum):
-    """What a host does in this attempt at the job."""
+    """Status of a host in the current attempt."""
 
     ABSENT = "absent"
     STARTING = "starting"
@@ -51,13 +53,13 @@ class HostStatus(str, Enum):
     LOST = "lost"
 
 
-OVER = (HostStatus.FINISHED, HostStatus.FAILED, HostStatus.LOST)
+FINAL_STATUSES = (HostStatus.FINISHED, HostStatus.FAILED, HostStatus.LOST)
 """Of a host whose part of the attempt is over."""
 
 
 @dataclass(frozen=True)
 class RankProgress:
-    """How far a rank is. ``answered`` says whether it wrote its stack when asked to."""
+    """Progress of a rank. ``answered`` is True if it wrote its stack on request."""
 
     host: str
     rank: int
@@ -70,31 +72,31 @@ class RankProgress:
 
     @property
     def waits(self) -> bool:
-        return bool(_WAITS.search(self.stack))
+        return bool(_WAITING_FRAMES.search(self.stack))
 
 
 @dataclass(frozen=True)
-class Position:
-    """How far a host is in its attempt."""
+class HostProgress:
+    """Progress of a host in its attempt."""
 
     status: HostStatus
     joined: int
     nproc: int
     moves: int
-    """Changes whenever a rank has got on."""
+    """Counter that changes whenever a rank has made progress."""
     busy: bool
-    """Whether a rank does what moves no step."""
+    """True if a rank performs an activity that does not advance the step."""
     lived: bool
-    """Whether a program that reports nothing has run long enough to be no false start."""
+    """True if a program that reports no status has run too long to be a failed start."""
     ended: int | None
-    """The exit code, once there is one."""
-    report: Report | None
-    """What failed here, as far as is known."""
+    """Exit code of the attempt; None while it runs."""
+    report: FailureReport | None
+    """Failure on this host, if any is known."""
 
 
 @dataclass(frozen=True)
-class FromHost:
-    """What a host sends. ``sent`` is in Unix seconds of its own clock."""
+class HostMessage:
+    """Message of a host. ``sent`` is in Unix seconds of the host's clock."""
 
     host: int
     attempt: int
@@ -102,44 +104,46 @@ class FromHost:
 
 
 @dataclass(frozen=True)
-class Hello(FromHost):
-    """The first word on a connection: all that the coordinator may have missed."""
+class Hello(HostMessage):
+    """First message on a connection, with everything that the coordinator may have missed."""
 
-    position: Position
-
-
-@dataclass(frozen=True)
-class Beat(FromHost):
-    """Said again and again."""
-
-    position: Position
+    position: HostProgress
 
 
 @dataclass(frozen=True)
-class Ended(FromHost):
-    """Nothing of the attempt is left on the host."""
+class Heartbeat(HostMessage):
+    """Periodic report of a host's progress."""
 
-    position: Position
-
-
-@dataclass(frozen=True)
-class Reported(FromHost):
-    """A rank says that it failed; how it ended comes later."""
-
-    report: Report
+    position: HostProgress
 
 
 @dataclass(frozen=True)
-class Stacks(FromHost):
-    """The answer to :class:`DumpStacks`."""
+class AttemptEnded(HostMessage):
+    """Report that no process of the attempt is left on the host."""
+
+    position: HostProgress
+
+
+@dataclass(frozen=True)
+class RankFailed(HostMessage):
+    """Early report of a rank's failure; its exit code follows later."""
+
+    report: FailureReport
+
+
+@dataclass(frozen=True)
+class RankStacks(HostMessage):
+    """Reply to :class:`DumpStacks`."""
 
     ranks: tuple[RankProgress, ...]
 
 
 @dataclass(frozen=True)
-class Stopping(FromHost):
-    """The host was told to stop the job by a signal. ``failure``: why, where nobody asked for
-    that."""
+class StopSignalled(HostMessage):
+    """Report that a signal stops the job on this host.
+
+    ``failure`` is the cause if the stop was not requested by a user.
+    """
 
     signal: int
     failure: Failure | None
@@ -147,12 +151,14 @@ class Stopping(FromHost):
 
 @dataclass(frozen=True)
 class Order:
-    """What the coordinator tells one host, or all. ``failure`` is the job's first, as known."""
+    """Order of the coordinator to one host or to all. ``failure`` is the job's first failure so
+    far.
+    """
 
 
 @dataclass(frozen=True)
 class KeepAlive(Order):
-    """Nothing but that the coordinator is there."""
+    """Heartbeat of the coordinator."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,7 @@ class StartAttempt(Order):
 
 @dataclass(frozen=True)
 class EndAttempt(Order):
-    """End it at once: it has failed."""
+    """End the attempt at once, because it has failed."""
 
     attempt: int
     failure: Failure | None
@@ -170,14 +176,14 @@ class EndAttempt(Order):
 
 @dataclass(frozen=True)
 class DumpStacks(Order):
-    """Say where each rank is, and by which stack."""
+    """Report the progress and the stack of each rank."""
 
     attempt: int
 
 
 @dataclass(frozen=True)
 class StopJob(Order):
-    """End the job in order; it is not started again."""
+    """End the job in order, without a restart."""
 
     signal: int
     failure: Failure | None
@@ -185,28 +191,46 @@ class StopJob(Order):
 
 @dataclass(frozen=True)
 class FinishJob(Order):
-    """All is over: nothing will be started any more."""
+    """The job is over: nothing will be started again."""
 
     failure: Failure | None
 
 
-_Said = TypeVar("_Said", FromHost, Order)
+_WIRE_NAMES: dict[type[HostMessage | Order], str] = {
+    Hello: "Hello",
+    Heartbeat: "Beat",
+    AttemptEnded: "Ended",
+    RankFailed: "Reported",
+    RankStacks: "Stacks",
+    StopSignalled: "Stopping",
+    KeepAlive: "KeepAlive",
+    StartAttempt: "StartAttempt",
+    EndAttempt: "EndAttempt",
+    DumpStacks: "DumpStacks",
+    StopJob: "StopJob",
+    FinishJob: "FinishJob",
+}
+"""``kind`` of each message in its encoding."""
+_KINDS = {name: kind for kind, name in _WIRE_NAMES.items()}
+_Message = TypeVar("_Message", HostMessage, Order)
 
 
-def encode(message: FromHost | Order) -> bytes:
-    """A message as JSON, with its class as ``kind``."""
-    record = {"kind": type(message).__name__, **plain(message)}
+def encode(message: HostMessage | Order) -> bytes:
+    """Encode a message as JSON."""
+    record = {"kind": _WIRE_NAMES[type(message)], **to_plain(message)}
     return json.dumps(record, separators=(",", ":")).encode()
 
 
-def decode(family: type[_Said], payload: bytes) -> _Said | None:
-    """What :func:`encode` made of a message of this family; None for any other bytes."""
-    if issubclass(family, FromHost) and len(payload) > MAX_MESSAGE_BYTES:
+def decode(family: type[_Message], payload: bytes) -> _Message | None:
+    """Decode a message of a family; None for any other bytes."""
+    if issubclass(family, HostMessage) and len(payload) > MAX_MESSAGE_BYTES:
         return None
     try:
         record: Any = json.loads(payload)
     except (ValueError, RecursionError):
         return None
-    kind = record.get("kind") if isinstance(record, dict) else None
-    found = next((one for one in family.__subclasses__() if one.__name__ == kind), None)
-    return from_record(found, record) if found is not None else None
+    name = record.get("kind") if isinstance(record, dict) else None
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    if kind is None or not issubclass(kind, family):
+        return None
+    return from_record(kind, record)

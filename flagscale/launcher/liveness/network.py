@@ -1,8 +1,8 @@
-"""The sockets of the coordinator and of the agents that talk to it. Nothing here waits, and a call
-costs what has come to pass, not what there is: a thousand agents may be connected.
+"""Non-blocking sockets of the coordinator and of the agents that connect to it.
 
-An unauthenticated peer learns a random number and nothing else: whoever does not prove within a
-few seconds that it knows the run's secret is hung up on, and only so many may try at once.
+A call costs only as much as there are events, because a thousand agents may be connected. An
+unauthenticated peer receives nothing but a random nonce. It is disconnected unless it proves within
+a few seconds that it has the run's secret, and the number of such connections is limited.
 """
 
 from __future__ import annotations
@@ -15,29 +15,33 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from flagscale.launcher.liveness.messages import FromHost, Order, decode, encode
+from flagscale.launcher.liveness.messages import HostMessage, Order, decode, encode
 from flagscale.launcher.liveness.protocol import Channel, ProtocolError
 
 ADMISSION_SECONDS = 5.0
 MAX_UNAUTHENTICATED = 64
-"""How many may try at once beside the run's own hosts, which may all come at the same moment."""
+"""Limit of unauthenticated connections in addition to the run's own hosts, which may all
+connect at the same moment.
+"""
 MAX_UNAUTHENTICATED_BYTES = 256
 FIRST_RETRY_SECONDS = 0.1
 RETRY_SECONDS = 1.0
 _READ_BYTES = 1 << 16
-_BACKLOG = 4096  # the kernel takes as many as it likes
-_ACCEPTS = 128  # before those who are known are heard again
-# After a try that failed for want of descriptors: the port would call again at once.
-_BREATH_SECONDS = 0.5
-_OWN_FILES = 128  # what an agent opens beside its connections
+_BACKLOG = 4096  # the kernel reduces it to its own limit
+_MAX_ACCEPTS = 128  # accepted per call, before messages of authenticated peers are processed
+# Pause after running out of file descriptors: the listener would be ready again at once.
+_ACCEPT_PAUSE_SECONDS = 0.5
+_RESERVED_FILES = 128  # files that an agent opens in addition to its connections
 
 Ready = Iterable[tuple[selectors.SelectorKey, int]]
-"""What a selector's ``select`` gave."""
+"""Result of a selector's ``select``."""
 
 
 class Peer:
-    """The other end of a connection. The selector knows it as long as it is open, by ``data`` or
-    by itself."""
+    """Remote end of a connection.
+
+    While it is open it is registered in the selector, with ``data`` or itself as the key's data.
+    """
 
     def __init__(
         self,
@@ -63,7 +67,7 @@ class Peer:
         self.flush()
 
     def read(self) -> list[bytes]:
-        """The messages that have come; closes the connection at its end or at any fault."""
+        """Return the received messages; closes the connection at its end or on any error."""
         try:
             data = self._socket.recv(_READ_BYTES)
             self._received += len(data)
@@ -83,10 +87,10 @@ class Peer:
         self.flush()
 
     def flush(self) -> None:
-        """Send what can be sent now; the selector tells when the rest can."""
+        """Send as much as possible now; the selector reports when more can be sent."""
         if self.closed:
             return
-        self._pending += self.channel.take()
+        self._pending += self.channel.take_outgoing()
         try:
             while self._pending:
                 self._pending = self._pending[self._socket.send(self._pending) :]
@@ -106,24 +110,26 @@ class Peer:
             self._selector.unregister(self._socket)
             self._socket.close()
 
-    def late(self, now: float) -> bool:
-        """Whether it should have proven by now who it is."""
+    def is_overdue(self, now: float) -> bool:
+        """Return True if the peer should have authenticated itself by now."""
         return not self.channel.ready and now - self.since > ADMISSION_SECONDS
 
 
 class Server:
-    """The coordinator's end: listens, admits the run's agents, keeps one connection a host.
+    """Coordinator's end: listens, authenticates the run's agents, keeps one connection per host.
 
-    Raises :class:`OSError` when the port is taken."""
+    Raises:
+        OSError: If the port is in use.
+    """
 
     def __init__(
         self, secret: bytes, port: int, selector: selectors.BaseSelector, hosts: int
     ) -> None:
         self._secret = secret
         self._selector = selector
-        self._room = hosts + MAX_UNAUTHENTICATED
+        self._max_unauthenticated = hosts + MAX_UNAUTHENTICATED
         self._peers: set[Peer] = set()
-        self._unauthenticated: dict[Peer, None] = {}  # the oldest first
+        self._unauthenticated: dict[Peer, None] = {}  # in order of connection
         self._by_host: dict[int, Peer] = {}
         self._listener = _listen(port)
         self._listener.setblocking(False)
@@ -131,81 +137,87 @@ class Server:
         self._listen_at = 0.0
         self.port = int(self._listener.getsockname()[1])
 
-    def poll(self, ready: Ready, now: float) -> Iterator[tuple[int, FromHost]]:
-        """Messages of hosts, in order. To be called whenever a socket is ready and often."""
+    def poll(self, ready: Ready, now: float) -> Iterator[tuple[int, HostMessage]]:
+        """Yield the messages of hosts, in order. Must be called when a socket is ready, and
+        periodically.
+        """
         for key, events in ready:
             if key.fileobj is self._listener:
-                self._accept(now)
+                self._accept_peers(now)
             elif isinstance(key.data, Peer) and not key.data.closed:
-                yield from self._serve(key.data, events)
-        while self._unauthenticated and (oldest := next(iter(self._unauthenticated))).late(now):
-            self._drop(oldest)
+                yield from self._read_peer(key.data, events)
+        while self._unauthenticated and (oldest := next(iter(self._unauthenticated))).is_overdue(
+            now
+        ):
+            self._disconnect(oldest)
         if not self._listening and now >= self._listen_at:
             self._listening = True
             self._selector.register(self._listener, selectors.EVENT_READ)
 
     def send(self, host: int | None, order: Order) -> None:
-        """To one host, or to all. A host that is not there will say hello again."""
+        """Send an order to one host, or to all. A host that is not connected will send a hello
+        again.
+        """
         payload = encode(order)
         peers = self._by_host.values() if host is None else filter(None, [self._by_host.get(host)])
         for peer in list(peers):
             peer.send(payload)
             if peer.closed:
-                self._drop(peer)
+                self._disconnect(peer)
 
-    def connected(self) -> bool:
+    def has_connections(self) -> bool:
         return bool(self._by_host)
 
     def close(self) -> None:
-        self._deafen(0.0)
+        self._pause_accepting(0.0)
         self._listener.close()
         for peer in list(self._peers):
-            self._drop(peer)
+            self._disconnect(peer)
 
-    def _serve(self, peer: Peer, events: int) -> Iterator[tuple[int, FromHost]]:
+    def _read_peer(self, peer: Peer, events: int) -> Iterator[tuple[int, HostMessage]]:
         if events & selectors.EVENT_WRITE:
             peer.flush()
         payloads = peer.read() if events & selectors.EVENT_READ and not peer.closed else []
         if peer.channel.ready:
             self._unauthenticated.pop(peer, None)
-        for message in filter(None, (decode(FromHost, payload) for payload in payloads)):
-            host = self._introduce(peer, message.host) if peer.host is None else peer.host
+        for message in filter(None, (decode(HostMessage, payload) for payload in payloads)):
+            host = self._register_host(peer, message.host) if peer.host is None else peer.host
             yield host, message
         if peer.closed:
-            self._drop(peer)
+            self._disconnect(peer)
 
-    def _accept(self, now: float) -> None:
-        for _ in range(_ACCEPTS):
+    def _accept_peers(self, now: float) -> None:
+        for _ in range(_MAX_ACCEPTS):
             try:
                 sock, _address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    self._deafen(now + _BREATH_SECONDS)
+                    self._pause_accepting(now + _ACCEPT_PAUSE_SECONDS)
                     return
                 raise
-            if len(self._unauthenticated) >= self._room:
-                self._drop(next(iter(self._unauthenticated)))
+            if len(self._unauthenticated) >= self._max_unauthenticated:
+                self._disconnect(next(iter(self._unauthenticated)))
             peer = Peer(sock, Channel(self._secret, server=True), self._selector)
             self._peers.add(peer)
             self._unauthenticated[peer] = None
 
-    def _deafen(self, until: float) -> None:
-        """Whoever knocks has to wait."""
+    def _pause_accepting(self, until: float) -> None:
+        """Stop accepting connections for a while."""
         if self._listening:
             self._listening, self._listen_at = False, until
             self._selector.unregister(self._listener)
 
-    def _introduce(self, peer: Peer, host: int) -> int:
+    def _register_host(self, peer: Peer, host: int) -> int:
         old = self._by_host.get(host)
         if old is not None:
-            self._drop(old)
+            self._disconnect(old)
         peer.host = host
         self._by_host[host] = peer
         return host
 
-    def _drop(self, peer: Peer) -> None:
+    def _disconnect(self, peer: Peer) -> None:
         peer.close()
         self._peers.discard(peer)
         self._unauthenticated.pop(peer, None)
@@ -214,7 +226,7 @@ class Server:
 
 
 class Client:
-    """An agent's end: connects, and connects again after a loss."""
+    """Agent's end: connects, and reconnects after a loss."""
 
     def __init__(
         self, secret: bytes, address: tuple[str, int], selector: selectors.BaseSelector
@@ -226,15 +238,17 @@ class Client:
         self._connecting: socket.socket | None = None
         self._connecting_since = 0.0
         self._try_at = 0.0
-        self._wait = FIRST_RETRY_SECONDS
-        self._known: list[tuple[int, tuple[object, ...]]] = []
+        self._retry_seconds = FIRST_RETRY_SECONDS
+        self._addresses: list[tuple[int, tuple[object, ...]]] = []
         self._targets: list[tuple[int, tuple[object, ...]]] = []
         self.fresh = False
-        """Whether a connection has come about since this was last set to False."""
+        """True if a connection was established since this was last set to False."""
 
     def poll(self, ready: Ready, now: float) -> list[Order]:
-        """The orders that have come. Connects where there is no connection. The selector knows
-        this client's sockets by the client."""
+        """Return the received orders, and connect if there is no connection.
+
+        The client's sockets are registered in the selector with the client as the key's data.
+        """
         peer = self._peer
         if peer is None:
             self._connect(now)
@@ -246,31 +260,30 @@ class Client:
                 peer.flush()
                 payloads += peer.read() if events & selectors.EVENT_READ else []
         self.fresh |= peer.channel.ready and not was_ready
-        if peer.closed or peer.late(now):
-            self._hang_up(now)
+        if peer.closed or peer.is_overdue(now):
+            self._disconnect_peer(now)
         return [order for payload in payloads if (order := decode(Order, payload)) is not None]
 
     @property
     def ready(self) -> bool:
         return self._peer is not None and self._peer.channel.ready
 
-    def send(self, message: FromHost) -> None:
-        """Send, where there is a connection: a message that is lost is said again in the next
-        hello."""
+    def send(self, message: HostMessage) -> None:
+        """Send a message if connected; the next hello repeats the information of a lost message."""
         if self._peer is not None and self.ready:
             self._peer.send(encode(message))
 
     def close(self) -> None:
-        self._hang_up(0.0)
-        self._give_up()
+        self._disconnect_peer(0.0)
+        self._cancel_connecting()
 
-    def _hang_up(self, now: float) -> None:
+    def _disconnect_peer(self, now: float) -> None:
         if self._peer is not None:
             self._peer.close()
         self._peer = None
-        self._try_at = now + self._wait
+        self._try_at = now + self._retry_seconds
 
-    def _give_up(self) -> None:
+    def _cancel_connecting(self) -> None:
         if self._connecting is not None:
             self._selector.unregister(self._connecting)
             self._connecting.close()
@@ -278,45 +291,48 @@ class Client:
 
     def _connect(self, now: float) -> None:
         if self._connecting is not None:
-            self._finish(now)
+            self._complete_connection(now)
         elif now >= self._try_at:
-            self._try_at = now + self._wait
-            self._wait = min(2 * self._wait, RETRY_SECONDS)
-            # Looked up once: behind a cut link a name server would keep the agent waiting.
-            self._known = self._known or _resolve(self._address)
-            self._targets = self._targets or list(self._known)
+            self._try_at = now + self._retry_seconds
+            self._retry_seconds = min(2 * self._retry_seconds, RETRY_SECONDS)
+            # Resolved once: if the link is cut, a name server would block the agent.
+            self._addresses = self._addresses or _resolve(self._address)
+            self._targets = self._targets or list(self._addresses)
             if self._targets:
                 family, target = self._targets.pop(0)
                 self._connecting = socket.socket(family, socket.SOCK_STREAM)
                 self._connecting.setblocking(False)
                 self._connecting_since = now
-                # Wakes up whoever waits on the selector, by success and by failure.
+                # The selector wakes up on success and on failure.
                 self._selector.register(self._connecting, selectors.EVENT_WRITE, self)
                 with suppress(OSError):
                     self._connecting.connect_ex(target)
-                self._finish(now)
+                self._complete_connection(now)
 
-    def _finish(self, now: float) -> None:
-        """Take up a connection that has been made; give up one that has failed."""
+    def _complete_connection(self, now: float) -> None:
+        """Use the connection if it has been established; give it up if it has failed."""
         sock = self._connecting
         if sock is None:
             return
-        fault = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         try:
             sock.getpeername()
         except OSError:
-            if fault or now - self._connecting_since > ADMISSION_SECONDS:
-                self._give_up()
+            if error or now - self._connecting_since > ADMISSION_SECONDS:
+                self._cancel_connecting()
             return
-        self._connecting, self._wait = None, FIRST_RETRY_SECONDS
+        self._connecting, self._retry_seconds = None, FIRST_RETRY_SECONDS
         self._selector.unregister(sock)
         self._peer = Peer(sock, Channel(self._secret, server=False), self._selector, self)
 
 
-def allow_files(connections: int) -> int | None:
-    """Let this process open the files that so many connections need. What it may open where that
-    is less."""
-    needed = connections + MAX_UNAUTHENTICATED + _OWN_FILES
+def raise_file_limit(connections: int) -> int | None:
+    """Raise this process's limit of open files to the number that ``connections`` require.
+
+    Returns:
+        The limit, if it is too low; None if it suffices.
+    """
+    needed = connections + MAX_UNAUTHENTICATED + _RESERVED_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return None
@@ -326,20 +342,21 @@ def allow_files(connections: int) -> int | None:
 
 
 def _listen(port: int) -> socket.socket:
-    anywhere = ("", port)
+    """Listen on all addresses, with IPv6 if available."""
+    any_address = ("", port)
     if socket.has_dualstack_ipv6():
         family = socket.AF_INET6
         with suppress(OSError):
             return socket.create_server(
-                anywhere, family=family, backlog=_BACKLOG, dualstack_ipv6=True
+                any_address, family=family, backlog=_BACKLOG, dualstack_ipv6=True
             )
-    return socket.create_server(anywhere, backlog=_BACKLOG)
+    return socket.create_server(any_address, backlog=_BACKLOG)
 
 
 def _resolve(address: tuple[str, int]) -> list[tuple[int, tuple[object, ...]]]:
-    """Where to connect to; nothing while the name is not known."""
+    """Return the addresses to connect to; empty while the name cannot be resolved."""
     try:
-        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        results = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return [(int(family), tuple(target)) for family, _, _, _, target in found]
+    return [(int(family), tuple(target)) for family, _, _, _, target in results]

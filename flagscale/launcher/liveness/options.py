@@ -1,4 +1,4 @@
-"""What an agent is told: its command line, and the options in it. Standard library alone."""
+"""Options and command line of an agent. Standard library alone."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from flagscale.files import json_text, plain
+from flagscale.files import format_json, to_plain
 from flagscale.hosts.names import expand_list
 from flagscale.status import RUN_ID_VARIABLE
 
 Event = Literal["failed", "stalled", "restarted", "finished"]
-"""What people can be notified of."""
+"""Events that can be notified."""
 OnFailure = Literal["stop", "leave"]
-# Evaluations and checkpoints move no step: they get this many times the time, and half an hour
-# at the least.
+# Evaluations and checkpoints do not advance the step: their stall limit is this many times longer,
+# and at least half an hour.
 BUSY_FACTOR = 4.0
 BUSY_SECONDS = 1800.0
-# What stands in no command line comes in the environment.
+# Environment variables for values that must not be on a command line.
 COMMAND = "FLAGSCALE_NOTIFY_COMMAND"
 WEBHOOK = "FLAGSCALE_NOTIFY_WEBHOOK"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Keys of ``experiment.runner`` by their names, which say what they mean. Times are in seconds.
+    """Keys of ``experiment.runner`` that the agents need, by name. Times are in seconds.
 
-    A key that is to reach the agents is a field here, and no more: planning copies it by name.
+    To pass another key to the agents, add a field here: planning copies the values by name.
     """
 
     max_restarts: int
@@ -41,108 +41,128 @@ class Policy:
     lost_host_timeout: float
     start_timeout: float
     hang_detection_timeout: float
-    """0: a stall is never looked for."""
+    """0 disables the detection of stalls."""
 
     @property
     def attempts(self) -> int:
-        """How often the job may be started: what is left alone after a failure starts once."""
+        """Maximum number of starts of the job. With ``on_failure: leave`` it is started once."""
         return self.max_restarts + 1 if self.on_failure == "stop" else 1
 
     @property
     def beat_seconds(self) -> float:
-        """How often each end of a link lets the other hear of it."""
+        """Interval between the heartbeats of each end of a link."""
         return min(5.0, self.lost_host_timeout / 5)
 
     def stall_limit(self, *, busy: bool) -> float | None:
-        """How long no rank may get on before the job counts as stalled."""
+        """Return the seconds without progress of any rank after which the job is stalled."""
         if not self.hang_detection_timeout:
             return None
         if not busy:
-            # How far ranks are comes with the heartbeats: between two of them nobody knows.
+            # Progress is reported with the heartbeats, so it can be one interval old.
             return max(self.hang_detection_timeout, 2 * self.beat_seconds)
         return max(BUSY_SECONDS, BUSY_FACTOR * self.hang_detection_timeout)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOptions(Policy):
-    """What the agent of one host is told. An option that the user gives has the name of its key in
-    ``experiment.runner``. Those with a default may be left out: on a run's only host there are no
-    others to meet."""
+    """Options of the agent of one host.
+
+    An option that comes from the user has the name of its key in ``experiment.runner``. Options
+    with a default may be omitted: a run's only host has no others to rendezvous with.
+    """
 
     run_name: str
-    """The experiment's name, for people."""
+    """Name of the experiment, for messages."""
     run_dir: Path
-    """The run's directory on this host."""
+    """Directory of the run on this host."""
     name: str
-    """This host's name in the plan."""
+    """Name of this host in the plan."""
     node_rank: int
     first_rank: int
     nproc: int
-    """0: not known."""
+    """0 if unknown."""
     stop_grace: float
     notify_on: tuple[Event, ...] = ()
-    """What people are told of from this host."""
+    """Events that this host sends notifications of."""
     master_addr: str = ""
     liveness_port: int | None = None
-    """Where the agents meet; None for one that is alone."""
+    """Port at which the agents rendezvous; None for a single host."""
     hosts: tuple[str, ...] = ()
-    """On host 0, the names of all hosts by node rank, in ranges: ``node[01-16]``."""
+    """On host 0: names of all hosts by node rank, as ranges: ``node[01-16]``."""
     master_name: str = ""
-    """On the others, the name of host 0."""
+    """On the other hosts: name of host 0."""
     places: tuple[str, ...] = ()
-    """On host 0, what hosts hold where ranks are unlike, as ``NUMBER WHAT``: the host of that
-    number, and those after it up to the next one that is named."""
+    """On host 0: positions of the hosts in heterogeneous meshes, as ``NUMBER PLACE``. Each
+    applies to the host of that number and the following ones, up to the next entry.
+    """
     master_place: str = ""
-    """On the others, what host 0 holds."""
+    """On the other hosts: position of host 0 in the heterogeneous meshes."""
     earlier_starts: int = 0
-    """How often a scheduler has started this run before."""
+    """Number of times that a scheduler has started this run before."""
 
     @property
     def names(self) -> list[str]:
-        """The names of all hosts, on host 0."""
+        """Names of all hosts, on host 0."""
         return [name for names in self.hosts for name in expand_list(names)] or [self.name]
 
     @property
     def places_by_host(self) -> list[str]:
-        """What each host holds, on host 0; empty where ranks are alike."""
-        count, found = len(self.names), list[str]()
-        for place in reversed(self.places):
-            number, _, what = place.partition(" ")
-            found = [what] * (count - len(found) - int(number)) + found
-        return found
+        """Position of each host, on host 0; empty for a homogeneous run."""
+        count = len(self.names)
+        by_host: list[str] = []
+        for entry in reversed(self.places):
+            number, _, place = entry.partition(" ")
+            by_host = [place] * (count - len(by_host) - int(number)) + by_host
+        return by_host
 
     def to_json(self) -> str:
-        """A line for each option that is given."""
-        told = {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
-        return json_text(plain(told)).rstrip("\n")
+        """Return the options that differ from their defaults as JSON, one per line."""
+        options = {
+            field.name: value
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        }
+        return format_json(to_plain(options)).rstrip("\n")
 
     @classmethod
     def from_json(cls, *texts: str) -> AgentOptions:
-        """The options of a JSON object, or of several, of which later ones go before. Raises
-        :class:`ValueError` with a sentence that says what is wrong with a text."""
+        """Parse one or several JSON objects; later ones take precedence.
+
+        Raises:
+            ValueError: With a message that explains the error.
+        """
         record: dict[str, Any] = {}
         for text in texts:
-            record |= _object(text)
+            record |= _parse_object(text)
         kinds = get_type_hints(cls)
         for name in record:
             if name not in kinds:
-                near = "".join(f"; did you mean {n!r}?" for n in get_close_matches(name, kinds, 1))
-                raise ValueError(f"there is no option {name!r}{near}")
-        absent = [f.name for f in fields(cls) if f.default is MISSING and f.name not in record]
-        if absent:
-            raise ValueError(f"{', '.join(absent)}: missing")
-        made = cls(**{name: _value(name, kinds[name], record[name]) for name in record})
+                suggestions = get_close_matches(name, kinds, 1)
+                hint = "".join(f"; did you mean {suggestion!r}?" for suggestion in suggestions)
+                raise ValueError(f"there is no option {name!r}{hint}")
+        missing = [
+            field.name
+            for field in fields(cls)
+            if field.default is MISSING and field.name not in record
+        ]
+        if missing:
+            raise ValueError(f"{', '.join(missing)}: missing")
+        options = cls(**{name: _convert_option(name, kinds[name], record[name]) for name in record})
         try:
-            made.names  # noqa: B018 - what is no range is found now, not in the job
+            options.names  # noqa: B018 - detects invalid ranges now, before the job starts
         except ValueError as error:
             raise ValueError(f"hosts: {error}") from None
-        if any(not place.partition(" ")[0].isdecimal() for place in made.places):
+        if any(not place.partition(" ")[0].isdecimal() for place in options.places):
             raise ValueError("places: each begins with the number of a host")
-        return made
+        return options
 
 
-def _object(text: str) -> dict[str, Any]:
-    """A JSON object. Raises :class:`ValueError` for a text that is none."""
+def _parse_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Raises:
+        ValueError: If the text is not a JSON object.
+    """
     try:
         record = json.loads(text)
     except ValueError as error:
@@ -152,16 +172,16 @@ def _object(text: str) -> dict[str, Any]:
     return record
 
 
-def runs(places: Sequence[str]) -> Iterator[str]:
-    """What :attr:`AgentOptions.places` says of hosts that hold these."""
+def compress_places(places: Sequence[str]) -> Iterator[str]:
+    """Yield the entries of :attr:`AgentOptions.places` for the position of each host."""
     for number, place in enumerate(places):
         if number == 0 or place != places[number - 1]:
             yield f"{number} {place}"
 
 
-def _value(name: str, kind: Any, value: object) -> Any:
+def _convert_option(name: str, kind: Any, value: object) -> Any:
     try:
-        return _read(kind, value)
+        return _convert(kind, value)
     except ValueError as error:
         raise ValueError(f"{name} is {json.dumps(value)}: expected {error}") from None
 
@@ -174,11 +194,15 @@ _SCALARS: dict[Any, tuple[str, tuple[type, ...]]] = {
 }
 
 
-def _read(kind: Any, value: Any) -> Any:
-    """A field's value from JSON's. Raises :class:`ValueError` with what was expected."""
+def _convert(kind: Any, value: Any) -> Any:
+    """Convert a JSON value to a field's type.
+
+    Raises:
+        ValueError: With a description of the expected value.
+    """
     inner = get_args(kind)
     if type(None) in inner:
-        return _read(inner[0], value)
+        return _convert(inner[0], value)
     if get_origin(kind) is Literal:
         if value not in inner:
             raise ValueError(" or ".join(inner))
@@ -186,7 +210,7 @@ def _read(kind: Any, value: Any) -> Any:
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
             raise ValueError("a list")
-        return tuple(_read(inner[0], one) for one in value)
+        return tuple(_convert(inner[0], item) for item in value)
     expected, types = _SCALARS[kind]
     if type(value) not in types:
         raise ValueError(expected)
@@ -195,42 +219,58 @@ def _read(kind: Any, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What an agent is started with. ``sweep``: to end what a killed agent left."""
+    """Parsed command line of an agent.
+
+    ``sweep`` is True if the agent only ends processes that a killed agent left behind.
+    """
 
     options: AgentOptions
     command: tuple[str, ...]
     sweep: bool
 
 
-def parse(arguments: Sequence[str], run_id: str) -> CommandLine:
-    """Read the command line; ends the program with a message where it is wrong."""
+def parse_command_line(arguments: Sequence[str], run_id: str) -> CommandLine:
+    """Parse the command line; exits with a message on an error."""
     argv = list(arguments)
-    # What follows belongs to the command, whatever it looks like.
-    at = argv.index("--") if "--" in argv else len(argv)
+    # Everything after the separator belongs to the command.
+    separator = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
         prog="flagscale.launcher.agent", description="Supervises one host's part of a run."
     )
-    told = "what it is told, as JSON, in one piece or several"
-    parser.add_argument("--options", required=True, nargs="+", metavar="JSON", help=told)
-    more = "options that go before those, as JSON: what only a scheduler's job knows"
-    parser.add_argument("--meeting", metavar="JSON", default="{}", help=more)
-    parser.add_argument("--sweep", action="store_true", help="end what a killed agent left")
-    given = parser.parse_args(argv[:at])
-    command = tuple(argv[at + 1 :])
+    parser.add_argument(
+        "--options",
+        required=True,
+        nargs="+",
+        metavar="JSON",
+        help="options as JSON, in one or several parts",
+    )
+    parser.add_argument(
+        "--meeting",
+        metavar="JSON",
+        default="{}",
+        help="options that take precedence, as JSON: values that a scheduler's job determines",
+    )
+    parser.add_argument(
+        "--sweep", action="store_true", help="end the processes that a killed agent left behind"
+    )
+    parsed = parser.parse_args(argv[:separator])
+    command = tuple(argv[separator + 1 :])
     if not run_id:
         parser.error(f"{RUN_ID_VARIABLE} is not set")
-    if not command and not given.sweep:
+    if not command and not parsed.sweep:
         parser.error("no command given after --")
     try:
-        options = AgentOptions.from_json("\n".join(given.options), given.meeting)
+        options = AgentOptions.from_json("\n".join(parsed.options), parsed.meeting)
     except ValueError as error:
         parser.error(f"--options: {error}")
-    return CommandLine(options, command, given.sweep)
+    return CommandLine(options, command, parsed.sweep)
 
 
-def own_output(run_dir: Path) -> Path:
-    """The file that this process's errors go to, which is the host's output; where that is a
-    terminal or a pipe, the one in the run's directory."""
+def find_output(run_dir: Path) -> Path:
+    """Return the file that this process's stderr is redirected to, which is the host's output.
+
+    If stderr is a terminal or a pipe, return a file in the run's directory.
+    """
     with suppress(OSError):
         if stat.S_ISREG(os.fstat(2).st_mode):
             return Path("/proc/self/fd/2").readlink()

@@ -1,17 +1,17 @@
-"""An authenticated channel between a run's agents, without input and output of its own.
+"""Authenticated channel between agents of a run, without I/O of its own.
 
-Bytes that arrived go into :meth:`Channel.receive`, bytes to send come out of
-:meth:`Channel.take`. Both ends greet with a magic word and 32 random bytes. The client then proves
-that it knows the run's secret, and only then does the server::
+Received bytes go into :meth:`Channel.receive`; bytes to send come out of
+:meth:`Channel.take_outgoing`. Both ends send a magic word and a nonce of 32 random bytes. The
+client then proves that it has the run's secret, and only then the server does::
 
     both     MAGIC nonce
     client   HMAC(secret, "client" server_nonce client_nonce)
     server   HMAC(secret, "server" server_nonce client_nonce)
 
-From then on a frame is ``length (4, big endian) · MAC (32) · payload``. The MAC covers the
-direction, the frame's number and the payload under a key of this connection alone, so that frames
-can neither be made, altered, repeated nor dropped by whoever does not know the secret. They can be
-read: they hold host names, steps and tracebacks, as the logs do.
+After the handshake a frame is ``length (4, big endian) · MAC (32) · payload``. The MAC covers the
+direction, the frame's number and the payload, under a key of this connection, so that frames cannot
+be forged, altered, replayed or dropped without the secret. Frames are not encrypted: like the logs,
+they contain host names, steps and tracebacks.
 """
 
 from __future__ import annotations
@@ -30,83 +30,89 @@ _GREETING_BYTES = len(MAGIC) + NONCE_BYTES
 
 
 class ProtocolError(Exception):
-    """The other end does not know the secret, or is no agent at all: hang up."""
+    """Failed authentication or malformed data; the connection must be closed."""
 
 
 class Channel:
-    """One end of a connection. ``server`` is the end that was connected to."""
+    """One end of a connection; ``server`` is True for the end that accepted it."""
 
     def __init__(self, secret: bytes, *, server: bool) -> None:
         self._secret = secret
         self._server = server
-        self._own_nonce = secrets.token_bytes(NONCE_BYTES)
+        self._local_nonce = secrets.token_bytes(NONCE_BYTES)
         self._nonces = b""
         self._received = b""
-        self._outgoing = bytearray(MAGIC + self._own_nonce)
-        self._waiting: list[bytes] = []
+        self._outgoing = bytearray(MAGIC + self._local_nonce)
+        self._queued: list[bytes] = []
         self._keys: tuple[bytes, bytes] | None = None
-        self._numbers = [0, 0]
+        self._frame_numbers = [0, 0]
         self.ready = False
-        """Whether the other end has proven that it knows the secret."""
+        """True once the other end has proven that it has the secret."""
 
     def send(self, payload: bytes) -> None:
-        """Queue a message; it goes out once the other end is known."""
-        if not self.ready:
-            self._waiting.append(payload)
-            return
+        """Queue a message; it is sent after the handshake.
+
+        Raises :class:`ValueError` for a message longer than :data:`MAX_FRAME_BYTES`.
+        """
         if len(payload) > MAX_FRAME_BYTES:
             raise ValueError(f"a message of {len(payload)} bytes is too long")
+        if not self.ready:
+            self._queued.append(payload)
+            return
         self._outgoing += _LENGTH.pack(len(payload)) + self._mac(0, payload) + payload
 
-    def take(self) -> bytes:
-        """What is to be sent now."""
+    def take_outgoing(self) -> bytes:
+        """Return the bytes to send now, and remove them from the queue."""
         data = bytes(self._outgoing)
         self._outgoing.clear()
         return data
 
     def receive(self, data: bytes) -> list[bytes]:
-        """The messages that are whole with these bytes.
+        """Process received bytes, and return the messages that are complete.
 
-        Raises :class:`ProtocolError` for anything that no agent of this run would send; the
-        channel is of no use then.
+        Raises:
+            ProtocolError: If no agent of this run would send these bytes. The channel is unusable
+                then.
         """
         self._received += data
-        if not self._nonces and not self._greet():
+        if not self._nonces and not self._receive_nonce():
             return []
-        if not self.ready and not self._admit():
+        if not self.ready and not self._authenticate_peer():
             return []
         messages = []
-        while (message := self._frame()) is not None:
+        while (message := self._next_frame()) is not None:
             messages.append(message)
         return messages
 
-    def _greet(self) -> bool:
+    def _receive_nonce(self) -> bool:
         head = self._received[: len(MAGIC)]
         if not MAGIC.startswith(head):
-            raise ProtocolError("this is no agent of this version")
+            raise ProtocolError("the peer is not an agent of this version")
         if len(self._received) < _GREETING_BYTES:
             return False
-        other = self._received[len(MAGIC) : _GREETING_BYTES]
+        peer_nonce = self._received[len(MAGIC) : _GREETING_BYTES]
         self._received = self._received[_GREETING_BYTES:]
-        pair = (self._own_nonce, other) if self._server else (other, self._own_nonce)
-        self._nonces = b"".join(pair)
+        nonces = (
+            (self._local_nonce, peer_nonce) if self._server else (peer_nonce, self._local_nonce)
+        )
+        self._nonces = b"".join(nonces)
         if not self._server:
             self._outgoing += self._digest(b"client")
         return True
 
-    def _admit(self) -> bool:
+    def _authenticate_peer(self) -> bool:
         if len(self._received) < MAC_BYTES:
             return False
         proof, self._received = self._received[:MAC_BYTES], self._received[MAC_BYTES:]
         expected = self._digest(b"client" if self._server else b"server")
         if not hmac.compare_digest(proof, expected):
-            raise ProtocolError("the other end does not know this run's secret")
+            raise ProtocolError("the peer does not have this run's secret")
         if self._server:
             self._outgoing += self._digest(b"server")
         down, up = self._digest(b"server to client"), self._digest(b"client to server")
         self._keys = (down, up) if self._server else (up, down)
         self.ready = True
-        waiting, self._waiting = self._waiting, []
+        waiting, self._queued = self._queued, []
         for payload in waiting:
             self.send(payload)
         return True
@@ -115,14 +121,14 @@ class Channel:
         return hmac.digest(self._secret, purpose + b"\0" + self._nonces, hashlib.sha256)
 
     def _mac(self, direction: int, payload: bytes) -> bytes:
-        """The next frame's MAC: direction 0 is from here, 1 to here."""
+        """Return the MAC of the next frame; direction 0 is outgoing, 1 is incoming."""
         if self._keys is None:
-            raise ProtocolError("the other end is not known yet")
-        number = struct.pack(">Q", self._numbers[direction])
-        self._numbers[direction] += 1
+            raise ProtocolError("the peer is not authenticated yet")
+        number = struct.pack(">Q", self._frame_numbers[direction])
+        self._frame_numbers[direction] += 1
         return hmac.digest(self._keys[direction], number + payload, hashlib.sha256)
 
-    def _frame(self) -> bytes | None:
+    def _next_frame(self) -> bytes | None:
         if len(self._received) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._received)

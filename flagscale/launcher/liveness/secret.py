@@ -1,12 +1,13 @@
-"""The secret that the agents of one run share, and the one that its ranks do.
+"""The secret that the agents of one run share, and the one that its ranks share.
 
-It is made when a run of several hosts is started and travels in the environment of the hosts'
-scripts, which hand it to the agent alone: neither the user's commands nor the ranks see it. Each
-agent keeps it in a file of its run's directory that only its user can read, so that the script also
-runs by hand, later, with its peers.
+The agents' secret is generated when a run of several hosts is started. It is passed in the
+environment of the hosts' scripts, which hand it to the agent alone: neither the user's commands nor
+the ranks get it. Each agent stores it in a file of its run's directory that only its user can read,
+so that the script can be run by hand later, together with its peers.
 
-The ranks' is made of the agents', so that all hosts have the same and it tells nobody the other;
-each agent puts it into the environment of what it starts, and nowhere else.
+The ranks' secret is derived from the agents', so that all hosts have the same one and it does not
+reveal the other. Each agent puts it into the environment of the processes that it starts, and
+nowhere else.
 """
 
 from __future__ import annotations
@@ -21,39 +22,43 @@ from pathlib import Path
 from flagscale.files import make_private_directory, write_atomic
 
 VARIABLE = "FLAGSCALE_RUN_SECRET"
-OF_RANKS = "FSCCL_SECRET"
-"""The variable that ranks find theirs in: what the keys of fsccl's groups are made of."""
+RANK_VARIABLE = "FSCCL_SECRET"
+"""Variable with the ranks' secret, from which fsccl derives the keys of its groups."""
 FILE = "secret"
-_LEAST_CHARACTERS = 32
+_MIN_CHARACTERS = 32
 
 
-def new() -> str:
-    """A secret for one run."""
+def generate_secret() -> str:
+    """Generate a secret for one run."""
     return secrets.token_hex(32)
 
 
-def take(run_dir: Path) -> bytes | None:
-    """The run's secret, from the environment, where it does not stay, or from the file of an
-    earlier start; None where there is none."""
-    given = os.environ.pop(VARIABLE, "")
+def take_secret(run_dir: Path) -> bytes | None:
+    """Return the run's secret, and remove it from the environment.
+
+    Without the variable, the secret comes from the file of an earlier start; None if there is none.
+    """
+    secret = os.environ.pop(VARIABLE, "")
     path = run_dir / FILE
-    if not given:
+    if not secret:
         try:
-            given = path.read_text(encoding="utf-8").strip()
+            secret = path.read_text(encoding="utf-8").strip()
         except (OSError, ValueError):
             return None
     elif not path.exists():
-        # It is here for now; what a full disk costs is another start by hand.
+        # If the disk is full, only a later start by hand is impossible.
         with suppress(OSError):
             make_private_directory(run_dir)
-            write_atomic(path, given + "\n")
-    return given.encode() if len(given) >= _LEAST_CHARACTERS else None
+            write_atomic(path, secret + "\n")
+    return secret.encode() if len(secret) >= _MIN_CHARACTERS else None
 
 
-def of_ranks(key: bytes | None) -> dict[str, str]:
-    """The variable that a host's ranks get: of a run with ``key``, or of one host alone. What the
-    user has given stays."""
-    if os.environ.get(OF_RANKS):
+def rank_secret(key: bytes | None) -> dict[str, str]:
+    """Return the environment variable with the ranks' secret.
+
+    It is derived from ``key``, or generated for a run of one host. A value set by the user is kept.
+    """
+    if os.environ.get(RANK_VARIABLE):
         return {}
-    made = hmac.new(key, b"ranks", hashlib.sha256).hexdigest() if key else secrets.token_hex(32)
-    return {OF_RANKS: made[:32]}
+    digest = hmac.new(key, b"ranks", hashlib.sha256).hexdigest() if key else secrets.token_hex(32)
+    return {RANK_VARIABLE: digest[:32]}

@@ -1,4 +1,4 @@
-"""What the ranks of one host report in one attempt, how far each is, and their stacks."""
+"""Status reports, progress and stacks of the ranks of one host in one attempt."""
 
 from __future__ import annotations
 
@@ -13,71 +13,81 @@ from flagscale.hosts.processes import Process
 from flagscale.launcher.layout import HostFiles
 from flagscale.launcher.liveness.diagnosis import rank_log
 from flagscale.launcher.liveness.messages import RankProgress
-from flagscale.status import BUSY, Event, Progress, read_events, read_progress, status_files
+from flagscale.status import (
+    BUSY_ACTIVITIES,
+    Event,
+    Progress,
+    list_status_files,
+    read_events,
+    read_progress,
+)
 
 STACK_SIGNAL = signal.SIGUSR2
-"""What makes the training program write its stacks to stderr."""
+"""Signal on which the training program writes its stacks to stderr."""
 MAX_STACK_CHARACTERS = 4000
 _SETTLED_SECONDS = 0.5
-_MOVING = frozenset({"joined", "ready", "progress", "evaluation", "checkpoint", "finished"})
+_PROGRESS_EVENTS = frozenset(
+    {"joined", "ready", "progress", "evaluation", "checkpoint", "finished"}
+)
 
 
 @dataclass
 class RankWatch:
-    """Reads the status files of an attempt from where the last look ended."""
+    """Incremental reader of the status files of an attempt."""
 
     directory: Path
     events: dict[int, list[Event]] = field(default_factory=dict)
-    moves: int = 0
-    """Grows whenever any rank has got on."""
+    progress_count: int = 0
+    """Counter of progress: grows whenever any rank advances."""
     progress: dict[int, Progress] = field(default_factory=dict)
     joined: set[int] = field(default_factory=set)
     failed: bool = False
     _offsets: dict[Path, int] = field(default_factory=dict)
     _steps: dict[int, int] = field(default_factory=dict)
-    """Of programs that tell of no more than events: the others' steps are not known."""
+    """Steps of programs that report events only, without progress files."""
 
-    def look(self) -> None:
-        """Read what is new."""
-        for path in status_files(self.directory):
+    def refresh(self) -> None:
+        """Read the new contents of the status files."""
+        for path in list_status_files(self.directory):
             new, self._offsets[path] = read_events(path, self._offsets.get(path, 0))
             for event in new:
-                self._take(event)
+                self._process_event(event)
             rank = int(path.stem.removeprefix("rank_"))
             progress = read_progress(self.directory, rank)
             if progress is not None and self.progress.get(rank) != progress:
                 self.progress[rank] = progress
-                self.moves += 1
+                self.progress_count += 1
 
-    def _take(self, event: Event) -> None:
-        self.moves += event.event in _MOVING
+    def _process_event(self, event: Event) -> None:
+        self.progress_count += event.event in _PROGRESS_EVENTS
         self.failed |= event.event == "failed"
         step = event.get("step")
         if event.event == "joined":
             self.joined.add(event.rank)
         elif event.event == "progress" and isinstance(step, int):
             self._steps[event.rank] = step
-        # A job of months has many events of progress: none of them tells of a failure.
+        # Progress events are not stored: a job of months has many, and failure diagnosis needs
+        # none.
         if event.event in ("started", "joined", "failed", "finished"):
             self.events.setdefault(event.rank, []).append(event)
 
     @property
     def busy(self) -> bool:
-        """Whether some rank does what moves no step."""
-        return any(progress.doing in BUSY for progress in self.progress.values())
+        """True if some rank performs an activity that does not advance the step."""
+        return any(progress.doing in BUSY_ACTIVITIES for progress in self.progress.values())
 
-    def step(self, rank: int) -> int | None:
-        """The step a rank is at, where it says."""
+    def step_of(self, rank: int) -> int | None:
+        """Return the step that a rank is at, if it reports steps."""
         progress = self.progress.get(rank)
         return progress.step if progress is not None else self._steps.get(rank)
 
-    def doing(self, rank: int) -> str:
+    def activity_of(self, rank: int) -> str:
         progress = self.progress.get(rank)
         return progress.doing if progress is not None else ""
 
 
-class StackCall:
-    """Asks every rank of a host for its stacks, which land in its log."""
+class StackDump:
+    """Request to every rank of a host to write its stacks, which are then read from its log."""
 
     def __init__(self, host: HostFiles, watch: RankWatch, ranks: Mapping[int, Process]) -> None:
         self._host = host
@@ -85,65 +95,66 @@ class StackCall:
         self._ranks = dict(ranks)
         self._stopped = {rank: kernel.is_stopped(p.pid) for rank, p in self._ranks.items()}
         self._logs = {rank: rank_log(host, rank) for rank in self._ranks}
-        self._starts = {rank: size_of(log) for rank, log in self._logs.items()}
-        self._asked: set[int] = set()
-        self._seen: dict[int, str] = {}
-        self._changed = 0.0  # when what they have written was last seen to change
+        self._starts = {rank: file_size(log) for rank, log in self._logs.items()}
+        self._signalled: set[int] = set()
+        self._last_answers: dict[int, str] = {}
+        self._changed_at = 0.0  # when the stacks were last seen to change
         for rank, process in self._ranks.items():
-            # To a process without a handler the signal would be the end.
-            if not self._stopped[rank] and kernel.catches(process.pid, STACK_SIGNAL):
-                self._asked |= {rank} if processes.send(process, STACK_SIGNAL) else set()
+            # The signal would end a process without a handler for it.
+            if not self._stopped[rank] and kernel.catches_signal(process.pid, STACK_SIGNAL):
+                self._signalled |= {rank} if processes.send_signal(process, STACK_SIGNAL) else set()
 
     def answers(self) -> dict[int, str]:
-        """The stacks so far, by rank."""
-        texts = {rank: self._stack(rank) for rank in self._asked}
+        """Return the stacks written so far, by rank."""
+        texts = {rank: self._read_stack(rank) for rank in self._signalled}
         return {rank: text for rank, text in texts.items() if text}
 
-    def complete(self, now: float) -> bool:
-        """Whether all have answered, and have written no more for a moment.
+    def is_complete(self, now: float) -> bool:
+        """Return True if all ranks have answered, and have written nothing more for a moment.
 
-        A rank writes its stacks word by word, and may be held up between two of them.
+        A rank writes its stacks in small pieces, and may be delayed between two of them.
 
         Args:
-            now: of ``time.monotonic()``; to be asked again and again.
+            now: Current ``time.monotonic()``; the method is called periodically.
         """
         answers = self.answers()
-        if answers != self._seen:
-            self._seen, self._changed = answers, now
-        return len(answers) == len(self._asked) and now - self._changed >= _SETTLED_SECONDS
+        if answers != self._last_answers:
+            self._last_answers, self._changed_at = answers, now
+        return len(answers) == len(self._signalled) and now - self._changed_at >= _SETTLED_SECONDS
 
-    def ranks(self) -> tuple[RankProgress, ...]:
-        """How far every rank of the host is."""
+    def rank_progress(self) -> tuple[RankProgress, ...]:
+        """Return the progress of every rank of the host."""
         answers = self.answers()
         return tuple(
             RankProgress(
                 host=self._host.name,
                 rank=rank,
-                step=self._watch.step(rank),
-                doing=self._watch.doing(rank),
+                step=self._watch.step_of(rank),
+                doing=self._watch.activity_of(rank),
                 stopped=self._stopped[rank],
-                # Who cannot be asked is not to be blamed for its silence.
-                answered=rank in answers or (rank not in self._asked and not self._stopped[rank]),
+                # A rank that cannot handle the signal is not counted as unresponsive.
+                answered=rank in answers
+                or (rank not in self._signalled and not self._stopped[rank]),
                 stack=answers.get(rank, ""),
                 log=self._logs[rank],
             )
             for rank in sorted(self._ranks)
         )
 
-    def _stack(self, rank: int) -> str:
-        """The main thread's part of what faulthandler wrote."""
+    def _read_stack(self, rank: int) -> str:
+        """Return the main thread's part of faulthandler's output."""
         try:
             with self._logs[rank].open("rb") as file:
                 file.seek(self._starts[rank])
                 text = file.read(1 << 18).decode("utf-8", "replace")
         except OSError:
             return ""
-        _, found, rest = text.rpartition("Current thread ")
-        return (found + rest).rstrip()[:MAX_STACK_CHARACTERS] if found else ""
+        start = text.rfind("Current thread ")
+        return text[start:].rstrip()[:MAX_STACK_CHARACTERS] if start >= 0 else ""
 
 
-def size_of(path: Path) -> int:
-    """Bytes of a file; 0 where there is none."""
+def file_size(path: Path) -> int:
+    """Return the size of a file in bytes; 0 if it does not exist."""
     try:
         return os.stat(path).st_size  # noqa: PTH116 - once a rank
     except OSError:

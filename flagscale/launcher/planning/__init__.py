@@ -1,4 +1,5 @@
-"""From an experiment and its hosts to exactly what each host will run: environment, plan, scripts.
+"""Planning of a run: the environment, command line and script of every host.
 
-Pure but for :func:`.slots.this_machine`, which looks at this machine.
+Pure functions of an experiment and its hosts, except :func:`.assignment.this_machine`, which reads
+the state of this machine.
 """

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# What a host's script does from the start of the job on.
+# Part of a host's script that follows the start of the job.
 
 agent_pid=$!
 interrupted=yes
@@ -8,7 +8,7 @@ while [[ -n $interrupted ]]; do
     wait "$agent_pid"
     code=$?
 done
-# Nobody can kill -9 the agent and keep the job: what it left is ended here.
+# If the agent was killed with SIGKILL, the processes it left behind are ended here.
 if ((code == 137)); then
     "${agent[@]}" --sweep
 fi

@@ -1,4 +1,4 @@
-"""The communication backend a YAML names, looked at before anything starts."""
+"""Checks of the communication backend and its options before anything starts."""
 
 from __future__ import annotations
 
@@ -6,65 +6,70 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from flagscale.comm import registry
-from flagscale.config.arguments.flatten import leaves
-from flagscale.config.arguments.maps import NAME as OPTIONS
-from flagscale.config.arguments.registry import arguments
-from flagscale.config.arguments.values import convert
-from flagscale.config.checks import Arguments
-from flagscale.config.host_overrides import specifics
+from flagscale.config.arguments.spec.system_arguments import COMM as OPTIONS
+from flagscale.config.host_overrides import iter_host_overrides
 from flagscale.config.per_host_allowlist import COMM_OPTIONS
 from flagscale.config.schema import PROJECT, Experiment
 from flagscale.errors import ConfigError, Problem
 
-_OWN_EXAMPLES = PROJECT / "examples"
+_EXAMPLES = PROJECT / "examples"
 
 
-def chooses_here(experiment: Experiment) -> bool:
-    """Whether the program takes its backend from :mod:`flagscale.comm.registry`: this project's
-    own and its examples do, another's has a parser and a choice of its own."""
+def uses_backend_registry(experiment: Experiment) -> bool:
+    """Return True if the program selects its backend through :mod:`flagscale.comm.registry`.
+
+    This project's program and its examples do; an external program has a parser of its own.
+    """
     task = experiment.task
-    return not task.external or task.entrypoint.is_relative_to(_OWN_EXAMPLES)
+    return not task.external or task.entrypoint.is_relative_to(_EXAMPLES)
 
 
-def backend_problems(experiment: Experiment) -> list[Problem]:
-    """What is wrong with the name and the options, those of single hosts too. Whether a host can
-    use the backend is for that host to say (:mod:`flagscale.launcher.preflight.backend`)."""
-    if not chooses_here(experiment):
+def check_backend(experiment: Experiment) -> list[Problem]:
+    """Return the problems of the backend's name and of its options, including those of single
+    hosts.
+
+    Each host checks for itself whether it can use the backend
+    (:mod:`flagscale.launcher.preflight.backend`).
+    """
+    if not uses_backend_registry(experiment):
         return []
-    args = Arguments.of(experiment)
+    args = experiment.train
     name = args["distributed_backend"]
     try:
-        registry.backend(name)
+        registry.get_backend(name)
     except ConfigError as error:
         message = error.message.removeprefix("distributed_backend: ")
         return [args.problem("distributed_backend", message)]
-    problems = [args.problem(OPTIONS, text) for text in _complaints(name, args[OPTIONS] or ())]
-    return [*problems, *_specific_problems(experiment, name)]
+    problems = [
+        args.problem(OPTIONS, text) for text in _find_option_errors(name, args[OPTIONS] or ())
+    ]
+    return [*problems, *_check_host_options(experiment, name)]
 
 
-def _complaints(name: str, options: Sequence[str]) -> list[str]:
+def _find_option_errors(name: str, options: Sequence[str]) -> list[str]:
     try:
-        registry.options_of(name, options)
+        registry.parse_backend_options(name, options)
     except ConfigError as error:
-        return [f"{found.key}: {replace(found, key='')}" for found in error.problems]
+        return [f"{problem.key}: {replace(problem, key='')}" for problem in error.problems]
     return []
 
 
-def _specific_problems(experiment: Experiment, name: str) -> Iterator[Problem]:
-    """The options that a host or a type of device has of its own, in the place of all of
-    ``train``."""
-    options = Arguments.of(experiment)[OPTIONS] or ()
-    common = {option for option in options if not _complaints(name, [option])}
-    for key, specific in specifics(experiment):
-        for path, leaf, value in leaves(specific.arguments, f"{key}.", nulls=True):
-            if leaf != OPTIONS:
+def _check_host_options(experiment: Experiment, name: str) -> Iterator[Problem]:
+    """Yield the problems of options that a host or a device type sets in place of those of
+    ``train``.
+    """
+    options = experiment.train[OPTIONS] or ()
+    common = {option for option in options if not _find_option_errors(name, [option])}
+    for _, specific in iter_host_overrides(experiment):
+        for given in specific.arguments.entries:
+            if given.name != OPTIONS:
                 continue
-            options = convert(arguments()[OPTIONS], value or ())
-            unlike = {option.partition("=")[0] for option in common ^ set(options)}
-            texts = _complaints(name, options) or [
+            options = given.canonical or ()
+            differing = {option.partition("=")[0] for option in common ^ set(options)}
+            texts = _find_option_errors(name, options) or [
                 f"{option}: has to be the same on every host of a job: give it in `train`, and "
                 "here too"
-                for option in sorted(unlike - COMM_OPTIONS)
+                for option in sorted(differing - COMM_OPTIONS)
             ]
             for text in texts:
-                yield Problem(path, text, experiment.sources.get(path))
+                yield Problem(given.key, text, given.place)

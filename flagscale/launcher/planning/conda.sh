@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# What makes conda known to a host's script.
+# Part of a host's script that makes conda available.
 
-# The conda environment, with whichever conda this host has.
+# Use conda from PATH, from CONDA_EXE or from a usual place.
 if ! command -v conda >/dev/null; then
     for _base in "${CONDA_EXE%/bin/conda}" ~/miniconda3 ~/miniforge3 ~/anaconda3 /opt/conda; do
         if [ -x "$_base/bin/conda" ]; then export PATH="$_base/condabin:$_base/bin:$PATH"; fi

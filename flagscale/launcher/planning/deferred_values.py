@@ -1,8 +1,9 @@
-"""What a plan leaves to the job that runs it: a scheduler gives nodes when it starts a job, and
-only then are their names known, the address of the first, and a port that is free there.
+"""Parts of a plan that are only determined when a scheduler starts the job.
 
-The job says it to each host's script in variables (:data:`.environment.JOBS`), and scripts and
-plans refer to them as to any variable of the host (:mod:`flagscale.config.interpolation`). Pure.
+A scheduler allocates nodes when it starts a job. Until then the nodes' names, the address of the
+first node and a free port there are undetermined. The job passes them to the script of each host in
+environment variables (:data:`.environment.JOB_VARIABLES`). Scripts and plans refer to these like to
+any variable of the host (:mod:`flagscale.config.interpolation`). Pure functions.
 """
 
 from __future__ import annotations
@@ -13,43 +14,48 @@ from flagscale.config.interpolation import reference
 from flagscale.config.schema import Runner
 from flagscale.launcher.planning.environment import MASTER_ADDR, MASTER_PORT, NODE
 from flagscale.launcher.planning.model import HostPlan, LaunchPlan
-from flagscale.launcher.planning.plan import wanted_port
+from flagscale.launcher.planning.plan import requested_port
 
 _PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-_MOST_SHUTDOWN_SECONDS = 25.0
+_MAX_SHUTDOWN_SECONDS = 25.0
 
 
-def left_to_the_job(plan: LaunchPlan, runner: Runner) -> LaunchPlan:
-    """The plan with what its job will know left open. Of a plan that is on one host alone the
-    address is known: ranks meet at its loopback address. A port or an address that the user
-    gives stays."""
-    alone = len(plan.hosts) == 1
-    address = plan.master_addr if runner.master_addr or alone else reference(MASTER_ADDR)
-    port = wanted_port(runner)
-    words = {"master_addr": address, "master_port": str(port or reference(MASTER_PORT))}
+def defer_to_job(plan: LaunchPlan, runner: Runner) -> LaunchPlan:
+    """Return the plan with the values that its job determines replaced by references.
+
+    A plan on a single host keeps its address, because its ranks rendezvous at the loopback address.
+    A port or an address given by the user is kept as well.
+    """
+    single_host = len(plan.hosts) == 1
+    keep_address = runner.master_addr or single_host
+    address = plan.master_addr if keep_address else reference(MASTER_ADDR)
+    port = requested_port(runner)
+    options = {"master_addr": address, "master_port": str(port or reference(MASTER_PORT))}
     return replace(
         plan,
         master_addr=address,
         master_port=port or 0,
-        liveness_port=None if alone else (runner.liveness_port or 0),
-        hosts=tuple(_left(host, words, runner.stop_grace) for host in plan.hosts),
+        liveness_port=None if single_host else (runner.liveness_port or 0),
+        hosts=tuple(_defer_host_values(host, options, runner.stop_grace) for host in plan.hosts),
     )
 
 
-def _left(host: HostPlan, words: dict[str, str], grace: float) -> HostPlan:
+def _defer_host_values(host: HostPlan, options: dict[str, str], grace: float) -> HostPlan:
     starter = list(host.starter)
-    for name, value in words.items():
+    for name, value in options.items():
         starter[starter.index(f"--{name}") + 1] = value
-    # A scheduler that ends a job sends TERM to every process, torchrun among them, which then gives
-    # its ranks so long to save; schedulers themselves leave about half a minute.
-    own = {
+    # A scheduler that ends a job sends TERM to every process, including torchrun, which then
+    # allows its ranks this long to save. Schedulers themselves send KILL after about 30 seconds.
+    defaults = {
         _PREFIX: f"{reference(NODE)}:${{rank}}: ",
-        _SHUTDOWN: str(max(1, round(min(grace, _MOST_SHUTDOWN_SECONDS)))),
+        _SHUTDOWN: str(max(1, round(min(grace, _MAX_SHUTDOWN_SECONDS)))),
     }
     environment = tuple(
-        replace(one, value=own.get(one.name, one.value)) if one.origin == "default" else one
-        for one in host.environment
+        replace(variable, value=defaults.get(variable.name, variable.value))
+        if variable.origin == "default"
+        else variable
+        for variable in host.environment
     )
     agent = replace(host.agent, master_addr="", liveness_port=None, hosts=(), master_name="")
     return replace(host, late=True, starter=tuple(starter), environment=environment, agent=agent)

@@ -1,4 +1,4 @@
-"""The environment of a host's ranks: every variable with its value and where it came from. Pure."""
+"""Environment variables of a host's ranks, each with its value and its origin. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flagscale.accelerators import probes
-from flagscale.config.interpolation import ENVS, literal, readable, references
+from flagscale.config.interpolation import ENVS, references, restore_references, without_references
 from flagscale.config.schema import SPECIFIC_SECTIONS, Experiment
 from flagscale.config.secrets import is_secret
 from flagscale.errors import ConfigError, Problem
@@ -24,42 +24,52 @@ _SHUTDOWN_SECONDS = 5.0
 NODE = "FLAGSCALE_NODE"
 MASTER_ADDR, MASTER_PORT = "FLAGSCALE_MASTER_ADDR", "FLAGSCALE_MASTER_PORT"
 MEETING = "FLAGSCALE_MEETING"
-JOBS = (NODE, MASTER_ADDR, MASTER_PORT, MEETING)
-"""What a scheduler's job says to the script of a host: its name, where the ranks meet, and as JSON
-the agent's options that it alone knows."""
-_LAUNCHERS = (RUN_ID_VARIABLE, STATUS_DIR_VARIABLE, ATTEMPT_VARIABLE, secret.VARIABLE, *JOBS)
-# What a host's script assigns for itself: an exported variable of that name would be overwritten.
-SCRIPTS = re.compile(
-    "after_stop|agent|agent_file|agent_pid|before_start|boot|code|exit_file|interrupted|known"
-    "|other_boot|other_pid|other_ticks|phase|pid_file|program|record|run_dir|script_file|ticks"
-    "|starter|torchrun|who"
+JOB_VARIABLES = (NODE, MASTER_ADDR, MASTER_PORT, MEETING)
+"""Variables that a scheduler's job passes to the script of a host.
+
+They hold the host's name, the rendezvous address and port of the ranks, and, as JSON, the
+options of the agent that only the job can determine.
+"""
+_LAUNCHER_VARIABLES = (
+    RUN_ID_VARIABLE,
+    STATUS_DIR_VARIABLE,
+    ATTEMPT_VARIABLE,
+    secret.VARIABLE,
+    *JOB_VARIABLES,
 )
-# What bash refuses to assign, or gives another value than the one assigned.
-_BASHS = re.compile(
+# Shell variables of a host's script: an exported variable of the same name would be overwritten.
+SCRIPT_VARIABLES = re.compile(
+    "after_stop|agent|agent_file|agent_pid|before_start|boot|code|exit_file|interrupted"
+    "|agent_pattern|other_boot|other_pid|other_ticks|phase|pid_file|program|record|run_dir|run_label"
+    "|script_file|starter|ticks|torchrun"
+)
+# Variables that bash does not let a script assign, or that do not keep the assigned value.
+_BASH_VARIABLES = re.compile(
     "BASHOPTS|BASHPID|BASH_(?:ALIASES|ARG[CV]|CMDS|LINENO|SOURCE|SUBSHELL|VERSINFO)|DIRSTACK|EUID"
     "|EPOCH(?:REALTIME|SECONDS)|FUNCNAME|GROUPS|LINENO|PIPESTATUS|PPID|S?RANDOM|SECONDS|SHELLOPTS"
     "|UID|_"
 )
-_TAKEN = (
+_RESERVED = (
     (
-        re.compile("|".join(_LAUNCHERS)),
-        "is set by the launcher: it tells the processes of a run from all others",
+        re.compile("|".join(_LAUNCHER_VARIABLES)),
+        "is set by the launcher to identify the processes of a run",
     ),
-    (SCRIPTS, "is a name that the script of each host has for itself: choose another"),
-    (_BASHS, "is bash's own: no script can give it a value"),
+    (SCRIPT_VARIABLES, "is a variable of the script of each host: choose another name"),
+    (_BASH_VARIABLES, "is reserved by bash: no script can set it"),
 )
 DEFAULT, INHERITED, DETECTED, COMMON = "default", "inherited", "detected", "envs"
 
 
 @dataclass(frozen=True)
-class EnvValue:
+class EnvironmentVariable:
     """One environment variable of a host's ranks.
 
-    ``origin`` is ``run`` (the run's own identity), ``default`` (the user gave none),
-    ``inherited`` (from the environment of the launch), ``detected`` (found on the host) or the
-    key of the YAML. ``value`` may refer to the host's own variables
-    (:mod:`flagscale.config.interpolation`). A secret's value is kept from files, output and
-    ``repr``: it travels in the started script's environment alone.
+    Attributes:
+        value: May refer to the host's own variables (:mod:`flagscale.config.interpolation`).
+        origin: ``run`` (identity of the run), ``default``, ``inherited`` (from the environment of
+            the launch), ``detected`` (on the host), or the key of the YAML.
+        secret: True if the value must not appear in files, output or ``repr``. It is passed in the
+            environment of the started script only.
     """
 
     name: str
@@ -68,13 +78,15 @@ class EnvValue:
     secret: bool = False
 
     @property
-    def shown(self) -> str:
-        """The value as a YAML writes it: ``${host:PATH}``."""
-        return str(readable(self.value))
+    def readable_value(self) -> str:
+        """The value in YAML syntax: ``${host:PATH}``."""
+        return str(restore_references(self.value))
 
     def to_json(self) -> dict[str, object]:
-        shown: dict[str, object] = {"name": self.name, "origin": self.origin}
-        return {**shown, "secret": True} if self.secret else {**shown, "value": self.shown}
+        record: dict[str, object] = {"name": self.name, "origin": self.origin}
+        return (
+            {**record, "secret": True} if self.secret else {**record, "value": self.readable_value}
+        )
 
 
 def build_environment(
@@ -87,65 +99,77 @@ def build_environment(
     threads: int | None,
     devices: Mapping[str, int] | None,
     interface: str | None = None,
-) -> tuple[EnvValue, ...]:
-    """The variables a host's script sets, by precedence defaults < inherited < envs < device
-    type < host. PYTHONPATH among them holds the user's own entries.
+) -> tuple[EnvironmentVariable, ...]:
+    """Return the variables that a host's script sets.
 
-    ``threads`` and ``devices``, how many of each kind, are None where the host has not been asked.
-    ``interface`` is the one that reaches the other hosts."""
-    given = _given(experiment, host)
+    Precedence: defaults < inherited < envs < device type < host. PYTHONPATH holds the user's own
+    entries only.
+
+    Args:
+        threads: Threads per rank; None if the host was not probed.
+        devices: Number of devices of each kind; None if the host was not probed.
+        interface: Network interface that reaches the other hosts.
+    """
+    configured = _user_variables(experiment, host)
     values = [
-        EnvValue(RUN_ID_VARIABLE, run_id, "run"),
-        EnvValue(STATUS_DIR_VARIABLE, str(status_dir), "run"),
+        EnvironmentVariable(RUN_ID_VARIABLE, run_id, "run"),
+        EnvironmentVariable(STATUS_DIR_VARIABLE, str(status_dir), "run"),
     ]
     grace = max(1, round(min(experiment.runner.stop_grace, _SHUTDOWN_SECONDS)))
-    for name, value in _defaults(host, threads, devices, grace).items():
-        if name in given:
+    for name, value in _default_variables(host, threads, devices, grace).items():
+        if name in configured:
             continue
-        # Written down too, so that the script does the same from another shell.
+        # Inherited values are written down too, so that the script behaves the same in any shell.
         origin = INHERITED if name in inherited else DEFAULT
-        values.append(EnvValue(name, inherited.get(name, value), origin))
+        values.append(EnvironmentVariable(name, inherited.get(name, value), origin))
     values.extend(
-        EnvValue(name, value, DETECTED)
-        for name, value in _interfaces(interface).items()
-        if name not in given
+        EnvironmentVariable(name, value, DETECTED)
+        for name, value in _interface_variables(interface).items()
+        if name not in configured
     )
-    return (*values, *given.values())
+    return (*values, *configured.values())
 
 
-def _given(experiment: Experiment, host: Host) -> dict[str, EnvValue]:
-    """The user's variables. Raises :class:`ConfigError` for what cannot be a variable."""
+def _user_variables(experiment: Experiment, host: Host) -> dict[str, EnvironmentVariable]:
+    """Return the user's variables by name.
+
+    Raises:
+        ConfigError: If a name or a value cannot be an environment variable.
+    """
     envs = experiment.envs
     layers: list[tuple[str, Mapping[str, str]]] = [(COMMON, envs.common)]
     if host.device_type is not None:
         by_type = envs.by_type.get(host.device_type, {})
         layers.append((f"{COMMON}.device_type_specific.{host.device_type}", by_type))
     layers.append((f"{COMMON}.node_specific.{host.name}", envs.by_host.get(host.name, {})))
-    given: dict[str, EnvValue] = {}
+    variables: dict[str, EnvironmentVariable] = {}
     problems: list[tuple[str, str, str]] = []
     for origin, layer in layers:
         for name, value in layer.items():
-            complaint = _complaint(name, value)
-            if complaint:
-                problems.append((origin, name, complaint))
-            given[name] = EnvValue(name, value, origin, is_secret(name, literal(value)))
-    problems += _lost_references(given)
+            problem = _find_problem(name, value)
+            if problem:
+                problems.append((origin, name, problem))
+            variables[name] = EnvironmentVariable(
+                name, value, origin, is_secret(name, without_references(value))
+            )
+    problems += _find_replaced_references(variables)
     if problems:
         keys = [(f"experiment.{origin}.{name}", text) for origin, name, text in problems]
         raise ConfigError([Problem(k, text, experiment.sources.get(k)) for k, text in keys])
-    return given
+    return variables
 
 
-def _complaint(name: str, value: str) -> str | None:
+def _find_problem(name: str, value: str) -> str | None:
+    """Return why a variable cannot be set; None if it can."""
     if not _NAME.fullmatch(name):
         return "is no name of an environment variable: expected letters, digits and _"
-    taken = next((why for names, why in _TAKEN if names.fullmatch(name)), None)
-    if taken is not None:
-        return taken
-    text = literal(value)
+    for names, reason in _RESERVED:
+        if names.fullmatch(name):
+            return reason
+    text = without_references(value)
     if "\0" in text:
         return "holds a NUL character, which no environment can carry"
-    if name in _shell_names(text):
+    if name in _find_shell_variables(text):
         return f"${name} would stay as it is; for the host's own variable write ${{host:{name}}}"
     if is_secret(name, text) and text != value:
         return (
@@ -154,44 +178,54 @@ def _complaint(name: str, value: str) -> str | None:
     return None
 
 
-def _lost_references(given: Mapping[str, EnvValue]) -> Iterator[tuple[str, str, str]]:
-    """References to variables that no longer have the host's own value where its script starts: the
-    launcher puts its own and all secrets into the environment of the script."""
-    taken = {*_LAUNCHERS, WEBHOOK} | {v.name for v in given.values() if v.secret}
-    for value in given.values():
-        for name in references(value.value):
-            if name in taken:
+def _find_replaced_references(
+    variables: Mapping[str, EnvironmentVariable],
+) -> Iterator[tuple[str, str, str]]:
+    """Yield origin, name and message for references to variables that do not keep the host's value.
+
+    The launcher puts its own variables and all secrets into the environment of the script, which
+    replaces the host's own values before the script starts.
+    """
+    replaced = {*_LAUNCHER_VARIABLES, WEBHOOK}
+    replaced |= {variable.name for variable in variables.values() if variable.secret}
+    for variable in variables.values():
+        for name in references(variable.value):
+            if name in replaced:
                 text = f"${{host:{name}}}: the host's own is replaced before its script starts"
-                yield value.origin, value.name, text
+                yield variable.origin, variable.name, text
 
 
-def _shell_names(text: str) -> list[str]:
-    """The variables that a shell would fill into a text."""
+def _find_shell_variables(text: str) -> list[str]:
+    """Return the names of the variables that a shell would expand in a text."""
     return list(dict.fromkeys(first or second for first, second in _SHELL.findall(text)))
 
 
-def shell_notes(experiment: Experiment) -> Iterator[str]:
-    """A note of values that look as if a shell would fill in variables: none does."""
+def note_unexpanded_variables(experiment: Experiment) -> Iterator[str]:
+    """Yield a note about values with ``$NAME``, which look as if a shell would expand them."""
     envs = experiment.envs
     layers = [(ENVS, envs.common)]
-    for section, own in zip(SPECIFIC_SECTIONS, (envs.by_type, envs.by_host), strict=True):
-        layers += [(f"{ENVS}.{section}.{name}", layer) for name, layer in own.items()]
-    found = [
+    for section, overrides in zip(SPECIFIC_SECTIONS, (envs.by_type, envs.by_host), strict=True):
+        layers += [(f"{ENVS}.{section}.{name}", layer) for name, layer in overrides.items()]
+    keys = [
         f"{key}.{name}"
         for key, layer in layers
         for name, value in layer.items()
-        if _shell_names(literal(value)) and not is_secret(name, literal(value))
+        if _find_shell_variables(without_references(value))
+        and not is_secret(name, without_references(value))
     ]
-    if found:
-        yield f"{', '.join(found)}: a $NAME stays as it is; ${{host:NAME}} is the host's own"
+    if keys:
+        yield f"{', '.join(keys)}: $NAME is not expanded; ${{host:NAME}} is the host's own"
 
 
-def _interfaces(interface: str | None) -> dict[str, str]:
-    """Which interface collectives use. Left alone, each library guesses by rules of its own, and
-    a host name that resolves to a loopback address makes gloo hang."""
+def _interface_variables(interface: str | None) -> dict[str, str]:
+    """Return the variables that select the network interface of collectives.
+
+    Otherwise each library chooses by rules of its own, and gloo hangs if a host name resolves to a
+    loopback address.
+    """
     if interface is None:
         return {}
-    # A bare name would be a prefix; `=` asks for this very interface.
+    # NCCL treats a bare name as a prefix; `=` requests an exact match.
     return {
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": f"={interface}",
@@ -199,19 +233,19 @@ def _interfaces(interface: str | None) -> dict[str, str]:
     }
 
 
-def _defaults(
+def _default_variables(
     host: Host, threads: int | None, devices: Mapping[str, int] | None, grace: int
 ) -> dict[str, str]:
-    """What is set where neither the user nor the inherited environment says otherwise."""
+    """Return the values of variables that neither the user nor the inherited environment sets."""
     defaults = {
-        # Whole lines at once, in order with the launcher's own.
+        # Output arrives in whole lines, in order with the launcher's own.
         "PYTHONUNBUFFERED": "1",
-        # torchrun puts this in front of every line of a rank.
+        # torchrun prefixes every line of a rank with this.
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"{host.name}:${{rank}}: ",
-        # Seconds torchrun leaves its workers between TERM and KILL (from torch 2.13 on). After a
-        # failure they cannot save anything, and a stop is brought to them by the agent.
+        # Seconds between TERM and KILL for torchrun's workers (torch 2.13 or later). After a
+        # failure they cannot save anything; a stop is signalled to them by the agent.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(grace),
     }
     if threads is not None:
         defaults["OMP_NUM_THREADS"] = str(threads)
-    return defaults if devices is None else {**defaults, **probes.defaults(devices)}
+    return defaults if devices is None else {**defaults, **probes.default_variables(devices)}

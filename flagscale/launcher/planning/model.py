@@ -1,7 +1,7 @@
-"""What a plan is made of, from a host's slot in it to the whole. Frozen, each built once.
+"""Data model of a launch plan: host assignments, the plan of each host, and the plan of the run.
 
-Everything in a :class:`LaunchPlan` is shown by a dry run, written to ``plan.json`` and started by a
-runner; nothing is added to it on the way.
+All classes are frozen. A dry run prints a :class:`LaunchPlan`, the launcher writes it to
+``plan.json``, and a runner starts it; nothing is added to it in between.
 """
 
 from __future__ import annotations
@@ -11,44 +11,47 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flagscale.config.interpolation import readable
-from flagscale.files import plain
+from flagscale.config.interpolation import restore_references
+from flagscale.files import to_plain
 from flagscale.hosts.hostfile import Host
 from flagscale.launcher.layout import HasRanks, Layout
 from flagscale.launcher.liveness.options import AgentOptions
-from flagscale.launcher.planning.environment import EnvValue
-from flagscale.launcher.planning.per_host import Settings
+from flagscale.launcher.planning.environment import EnvironmentVariable
+from flagscale.launcher.planning.per_host import HostSettings
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What planning needs to know of a machine."""
+    """Properties of a machine that planning depends on."""
 
     python: str
     project: Path
     """Directory that holds the ``flagscale`` package and ``third_party``."""
     workdir: Path | None
-    """The ranks' working directory: where the user started; None for the project's directory."""
+    """Working directory of the ranks: the user's current directory; None for the project's
+    directory.
+    """
     cpus: int | None
     devices: Mapping[str, int] | None
-    """How many of each kind; None, as for ``cpus``, where the machine has not been asked."""
+    """Number of devices of each kind. Like ``cpus``, None if the machine was not probed."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """What processes started there inherit."""
+    """Environment variables that processes started on the machine inherit."""
     interface: str | None = None
-    """The network interface over which it reaches the other hosts, where there are others."""
+    """Network interface that reaches the other hosts; None on a run's only host."""
 
 
 @dataclass(frozen=True)
 class HostAssignment(HasRanks):
-    """A host's position in the plan, with all that is known of it. ``machine`` is what the host is
-    like once ``settings``, what the experiment says of it, hold there."""
+    """A host and its ranks in a plan. ``machine`` already reflects ``settings``, the host's own
+    part of the experiment.
+    """
 
     node_rank: int
     nproc: int
     first_rank: int
     host: Host
     machine: Machine
-    settings: Settings
+    settings: HostSettings
 
     @property
     def name(self) -> str:
@@ -61,8 +64,11 @@ class HostAssignment(HasRanks):
 
 @dataclass(frozen=True)
 class RunnerHandle:
-    """Which runner starts a plan, and what it needs to find its hosts again: JSON that nobody
-    else reads."""
+    """Type of the runner that starts a plan, and the JSON handle with which it finds its hosts
+    again.
+
+    Only the runner itself interprets ``handle``.
+    """
 
     type: str
     handle: Mapping[str, Any] = field(default_factory=dict)
@@ -70,7 +76,7 @@ class RunnerHandle:
 
 @dataclass(frozen=True)
 class HostPlan(HasRanks):
-    """What one host runs. Every path is absolute on that host."""
+    """Everything one host runs. All paths are absolute on that host."""
 
     node_rank: int
     name: str
@@ -78,44 +84,53 @@ class HostPlan(HasRanks):
     address: str
     nproc: int
     first_rank: int
-    environment: tuple[EnvValue, ...]
+    environment: tuple[EnvironmentVariable, ...]
     python_path: tuple[str, ...]
-    """What stands first in PYTHONPATH, before the user's own entries in ``environment``."""
+    """First entries of PYTHONPATH, ahead of the user's entries in ``environment``."""
     workdir: Path
     python: str
     agent: AgentOptions
     starter: tuple[str, ...]
-    """What starts its ranks: torchrun, or of a command :mod:`flagscale.launcher.rank_processes`."""
+    """Command that starts the ranks: torchrun, or :mod:`flagscale.launcher.rank_processes` for
+    a task that is a command.
+    """
     program: tuple[str, ...]
     run_dir: Path
     script: Path
     output: Path
     pid_file: Path
     before_start: str = ""
-    """Shell commands before the job, the activation of an environment among them."""
+    """Shell commands before the job, including the activation of a conda environment."""
     after_stop: str = ""
     origins: tuple[tuple[str, str], ...] = ()
-    """What this host's type or name changed: dotted key and value."""
+    """Dotted key and value of every setting that is specific to this host or its device type."""
     unprobed: bool = False
-    """Whether its script has to find out by itself what the host is like."""
+    """True if the script has to detect cores, devices and interface by itself."""
     late: bool = False
-    """Whether it learns from its job what it is called and where ranks meet: :mod:`.late`."""
+    """True if the host's name and the rendezvous address are set by its job:
+    :mod:`.deferred_values`.
+    """
 
     @property
     def secrets(self) -> dict[str, str]:
-        """Those of its variables that no file may hold."""
+        """Environment variables whose values must not be written to any file."""
         return {value.name: value.value for value in self.environment if value.secret}
 
     def to_json(self) -> dict[str, Any]:
         environment = [value.to_json() for value in self.environment]
-        given = {**vars(self), "environment": environment, "starter": readable(self.starter)}
-        return dict(plain(given))
+        fields = {
+            **vars(self),
+            "environment": environment,
+            "starter": restore_references(self.starter),
+        }
+        return dict(to_plain(fields))
 
 
 @dataclass(frozen=True)
 class BatchJob:
-    """What a scheduler is given of a plan: the command that submits it and, as the file that this
-    names, the script."""
+    """A scheduler's job for a plan: the submit command, and the job script in the file that it
+    names.
+    """
 
     command: tuple[str, ...]
     file: Path
@@ -124,7 +139,7 @@ class BatchJob:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A whole run, host by host."""
+    """Plan of a whole run, with one :class:`HostPlan` per host."""
 
     run_id: str
     name: str
@@ -134,17 +149,19 @@ class LaunchPlan:
     master_port: int
     hosts: tuple[HostPlan, ...]
     external: bool
-    """Whether the program may not be ours, and so may report no status."""
+    """True if the program may not be part of this project, and so may report no status."""
     start_timeout: float
     stop_grace: float
     runner: RunnerHandle
     notes: tuple[str, ...] = ()
     shared_fs: bool = True
-    """Whether the hosts and this machine see the same files."""
+    """True if the hosts and this machine share a file system."""
     liveness_port: int | None = None
-    """Where the agents meet on the master's host; None on a run's only host."""
+    """Port on the master's host at which the agents rendezvous; None on a run's only host."""
     job: BatchJob | None = None
-    """What starts the hosts' scripts, where a scheduler does. Ports that it picks are 0 here."""
+    """Batch job that starts the hosts' scripts, if a scheduler does. Ports that it chooses are 0
+    here.
+    """
 
     @property
     def world_size(self) -> int:
@@ -155,9 +172,18 @@ class LaunchPlan:
         return Layout(self.exp_dir, self.log_dir)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain data, without the values of secrets. Its hosts come one by one, so
-        that thousands need not lie in memory at once: :func:`flagscale.files.json_text`."""
+        """Return the plan as plain data, without the values of secrets.
+
+        ``hosts`` is an iterator, so that a plan of thousands of hosts need not be in memory at
+        once: :func:`flagscale.files.format_json`.
+        """
         hosts: Iterator[dict[str, Any]] = (host.to_json() for host in self.hosts)
-        own = {"hosts": None, "world_size": self.world_size}
-        record = plain({**vars(self), "master_addr": readable(self.master_addr), **own})
+        record = to_plain(
+            {
+                **vars(self),
+                "master_addr": restore_references(self.master_addr),
+                "hosts": None,
+                "world_size": self.world_size,
+            }
+        )
         return {**record, "hosts": hosts}

@@ -1,8 +1,8 @@
-"""From an experiment and its slots to exactly what each host will run. Pure.
+"""Construction of the launch plan from an experiment and its host assignments. Pure functions.
 
-The same :class:`LaunchPlan` is printed by ``action=dryrun`` and started by ``action=run``. What
-depends on the machines (interpreter, devices, cores, inherited variables) comes in with the slots,
-what differs from run to run as ``run_id``, ``master_port`` and ``run_secret``.
+``action=dryrun`` prints the same :class:`LaunchPlan` that ``action=run`` starts. Properties of the
+machines (interpreter, devices, cores, inherited variables) are part of the assignments; values that
+differ from run to run are parameters: ``run_id``, ``master_port`` and ``run_secret``.
 """
 
 from __future__ import annotations
@@ -10,27 +10,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from flagscale.config import placement
-from flagscale.config.arguments.flatten import flatten, leaves
+from flagscale.config.arguments.spec.command_line import command_line
+from flagscale.config.arguments.spec.reading import read_arguments
+from flagscale.config.arguments.spec.train_arguments import TrainArguments
+from flagscale.config.placement import describe_places, fill_automatic_meshes
 from flagscale.config.schema import BACKEND_DIRECTORY, Experiment, Runner
 from flagscale.config.secrets import is_secret
 from flagscale.errors import ConfigError, Problem
-from flagscale.hosts.hostfile import Host, meeting_address
-from flagscale.hosts.names import ranges
+from flagscale.hosts.hostfile import Host, rendezvous_address
+from flagscale.hosts.names import compress_consecutive
 from flagscale.launcher.layout import RANKS_DIRECTORY, STATUS_DIRECTORY, Layout
 from flagscale.launcher.planning import supervision
 from flagscale.launcher.planning.environment import build_environment
-from flagscale.launcher.planning.model import HostPlan, LaunchPlan, RunnerHandle, HostAssignment
-from flagscale.launcher.planning.per_host import rebased
-from flagscale.launcher.planning.supervision import Meeting
-from flagscale.modules import started
+from flagscale.launcher.planning.model import HostAssignment, HostPlan, LaunchPlan, RunnerHandle
+from flagscale.launcher.planning.per_host import rebase_path
+from flagscale.launcher.planning.supervision import AgentRendezvous
+from flagscale.module_command import python_arguments
 
 
 def plan(
     experiment: Experiment,
-    slots: Sequence[HostAssignment],
+    assignments: Sequence[HostAssignment],
     *,
     run_id: str,
     master_port: int,
@@ -38,45 +39,50 @@ def plan(
     shared_fs: bool = True,
     run_secret: str | None = None,
 ) -> LaunchPlan:
-    """What every host runs. ``runner`` is who starts it; ``run_secret`` is what the agents of
-    several hosts share: without one each is on its own.
+    """Return the plan of every host.
 
-    Raises :class:`ConfigError` for what no host could run.
+    Args:
+        runner: The runner that starts the plan.
+        run_secret: Secret shared by the agents of several hosts. Without it each agent watches its
+            host alone.
+
+    Raises:
+        ConfigError: If no host could run the plan.
     """
-    given = experiment.runner
-    hosts = [slot.host for slot in slots]
-    address = master_address(given, hosts)
-    meeting = None
-    if len(slots) > 1:
-        names = tuple(ranges(host.name for host in hosts))
-        port = supervision.liveness_port(given, master_port)
-        held = placement.places(experiment, [slot.ranks for slot in slots])
-        meeting = Meeting(address, port, names, hosts[0].name, run_secret, tuple(held))
-    job = _Job(experiment, run_id, tuple(slots), (address, master_port), meeting)
+    runner_config = experiment.runner
+    hosts = [assignment.host for assignment in assignments]
+    address = master_address(runner_config, hosts)
+    rendezvous = None
+    if len(assignments) > 1:
+        names = tuple(compress_consecutive(host.name for host in hosts))
+        port = supervision.liveness_port(runner_config, master_port)
+        places = describe_places(experiment, [assignment.ranks for assignment in assignments])
+        rendezvous = AgentRendezvous(address, port, names, hosts[0].name, run_secret, tuple(places))
+    job = _HostPlanner(experiment, run_id, tuple(assignments), (address, master_port), rendezvous)
     return LaunchPlan(
         run_id=run_id,
         name=experiment.name,
         exp_dir=experiment.exp_dir,
-        log_dir=given.log_dir,
+        log_dir=runner_config.log_dir,
         master_addr=address,
         master_port=master_port,
-        hosts=tuple(job.host(slot) for slot in slots),
+        hosts=tuple(job.plan_host(assignment) for assignment in assignments),
         external=experiment.task.external,
-        start_timeout=given.start_timeout,
-        stop_grace=given.stop_grace,
+        start_timeout=runner_config.start_timeout,
+        stop_grace=runner_config.stop_grace,
         runner=runner,
         shared_fs=shared_fs,
-        liveness_port=meeting.port if meeting is not None else None,
+        liveness_port=rendezvous.port if rendezvous is not None else None,
     )
 
 
 def master_address(runner: Runner, hosts: Sequence[Host]) -> str:
-    """The address at which ranks meet: what the user says, else the first host's."""
-    return meeting_address(runner.master_addr or _endpoint(runner)[0], hosts)
+    """Return the rendezvous address of the ranks: the user's, else the first host's."""
+    return rendezvous_address(runner.master_addr or _parse_endpoint(runner)[0], hosts)
 
 
-def _endpoint(runner: Runner) -> tuple[str | None, int | None]:
-    """``rdzv_endpoint`` as address and port."""
+def _parse_endpoint(runner: Runner) -> tuple[str | None, int | None]:
+    """Parse ``rdzv_endpoint`` into an address and a port."""
     if not runner.rdzv_endpoint:
         return None, None
     address, colon, port = runner.rdzv_endpoint.rpartition(":")
@@ -88,116 +94,129 @@ def _endpoint(runner: Runner) -> tuple[str | None, int | None]:
     return address, int(port)
 
 
-def wanted_port(runner: Runner) -> int | None:
-    """The port the user asked for; None where any free one will do."""
-    return runner.master_port or _endpoint(runner)[1]
+def requested_port(runner: Runner) -> int | None:
+    """Return the port that the user requested; None if any free port will do."""
+    return runner.master_port or _parse_endpoint(runner)[1]
 
 
 def program_arguments(
-    experiment: Experiment, layout: Layout, sections: Mapping[str, Any], project: Path
+    experiment: Experiment, layout: Layout, args: TrainArguments, project: Path
 ) -> tuple[str, ...]:
-    """The training program and its arguments: the YAML's, and for what it leaves out, the
-    directories of this experiment."""
+    """Return the training program and its arguments.
+
+    Arguments come from the YAML, completed with the default directories of this experiment.
+
+    Raises:
+        ConfigError: If an argument looks like a secret.
+    """
     problems = [
-        Problem(key, "looks like a secret, which a script and the process list would show")
-        for key, name, value in leaves(sections, "train.")
-        if is_secret(name, value)
+        Problem(given.key, "looks like a secret, which a script and the process list would show")
+        for given in args
+        if is_secret(given.name, given.value)
     ]
     if problems:
         raise ConfigError(problems, hint="give it as an environment variable: experiment.envs")
-    directories = unnamed_directories(layout, sections)
-    arguments = flatten(
-        {**sections, "directories": directories}, external=experiment.task.external, prefix="train."
+    directories = read_arguments(default_directories(layout, args)).arguments
+    arguments = command_line(
+        args.with_added(directories.entries), external=experiment.task.external
     )
-    return (str(rebased(experiment.task.entrypoint, project)), *arguments)
+    return (str(rebase_path(experiment.task.entrypoint, project)), *arguments)
 
 
-def unnamed_directories(layout: Layout, sections: Mapping[str, Any]) -> dict[str, str]:
-    """The directories of this experiment that training uses, by argument, where the YAML names
-    none. A null names one: ``save: null`` saves nothing."""
-    given = {name for _, name, _ in leaves(sections, nulls=True)}
+def default_directories(layout: Layout, args: TrainArguments) -> dict[str, str]:
+    """Return the default directories of this experiment for arguments that the YAML does not set.
+
+    A null counts as set: ``save: null`` saves nothing.
+    """
     defaults = {
         "save": layout.checkpoints,
         "load": layout.checkpoints,
         "tensorboard_dir": layout.tensorboard,
         "wandb_save_dir": layout.wandb,
     }
-    return {name: str(path) for name, path in defaults.items() if name not in given}
+    return {name: str(path) for name, path in defaults.items() if name not in args.named}
 
 
 @dataclass(frozen=True)
-class _Job:
-    """What the hosts of a plan have in common."""
+class _HostPlanner:
+    """Builder of the hosts' plans from the values that all hosts of a run share."""
 
     experiment: Experiment
     run_id: str
-    slots: tuple[HostAssignment, ...]
+    assignments: tuple[HostAssignment, ...]
     master: tuple[str, int]
-    meeting: Meeting | None
+    rendezvous: AgentRendezvous | None
     _programs: dict[tuple[int, Path], tuple[str, ...]] = field(default_factory=dict)
 
-    def host(self, slot: HostAssignment) -> HostPlan:
-        """What one of them runs."""
-        host, machine, own = slot.host, slot.machine, slot.settings
+    def plan_host(self, assignment: HostAssignment) -> HostPlan:
+        """Return the plan of one host."""
+        host, machine, settings = assignment.host, assignment.machine, assignment.settings
         runner = self.experiment.runner
         layout = Layout(self.experiment.exp_dir, runner.log_dir)
-        run_dir = layout.run_dir(slot.node_rank, host.name, self.run_id)
+        run_dir = layout.run_dir(assignment.node_rank, host.name, self.run_id)
         environment = build_environment(
             self.experiment,
             host,
             machine.environment,
             run_id=self.run_id,
             status_dir=run_dir / STATUS_DIRECTORY,
-            threads=None if machine.cpus is None else max(1, machine.cpus // slot.nproc),
+            threads=None if machine.cpus is None else max(1, machine.cpus // assignment.nproc),
             devices=machine.devices,
             interface=machine.interface,
         )
         backend, packages = machine.project / BACKEND_DIRECTORY, self.experiment.task.packages
         return HostPlan(
-            node_rank=slot.node_rank,
+            node_rank=assignment.node_rank,
             name=host.name,
             device_type=host.device_type,
             address=host.addr or host.name,
-            nproc=slot.nproc,
-            first_rank=slot.first_rank,
-            environment=(*environment, *supervision.agent_environment(runner, slot, self.meeting)),
+            nproc=assignment.nproc,
+            first_rank=assignment.first_rank,
+            environment=(
+                *environment,
+                *supervision.agent_environment(runner, assignment, self.rendezvous),
+            ),
             python_path=(*map(str, packages), str(backend), str(machine.project)),
             workdir=machine.workdir or machine.project,
             python=machine.python,
             agent=supervision.agent_options(
-                runner, self.experiment.name, slot, run_dir, self.meeting
+                runner, self.experiment.name, assignment, run_dir, self.rendezvous
             ),
-            starter=self._starter(slot, run_dir),
-            program=self._program(slot, layout),
+            starter=self._starter_arguments(assignment, run_dir),
+            program=self._program_arguments(assignment, layout),
             run_dir=run_dir,
-            script=layout.script(slot.node_rank, host.name),
-            output=layout.output(slot.node_rank, host.name),
-            pid_file=layout.pid(slot.node_rank, host.name),
-            before_start=own.setup + own.before_start,
-            after_stop=own.after_stop,
-            origins=own.origins,
+            script=layout.script(assignment.node_rank, host.name),
+            output=layout.output(assignment.node_rank, host.name),
+            pid_file=layout.pid(assignment.node_rank, host.name),
+            before_start=settings.setup + settings.before_start,
+            after_stop=settings.after_stop,
+            origins=settings.origins,
             unprobed=machine.cpus is None,
         )
 
-    def _program(self, slot: HostAssignment, layout: Layout) -> tuple[str, ...]:
-        """The same for all hosts that share their settings, and so worked out once for them."""
+    def _program_arguments(self, assignment: HostAssignment, layout: Layout) -> tuple[str, ...]:
+        """Return the program and its arguments, computed once for all hosts that share their
+        settings.
+        """
         if self.experiment.task.is_command:
-            return _command(self.experiment, slot)
-        project = slot.machine.project
-        key = (id(slot.settings), project)
+            return _command_arguments(self.experiment, assignment)
+        project = assignment.machine.project
+        key = (id(assignment.settings), project)
         if key not in self._programs:
-            sections = placement.written_out(slot.settings.sections, self.slots)
-            self._programs[key] = program_arguments(self.experiment, layout, sections, project)
+            args = fill_automatic_meshes(assignment.settings.train, self.assignments)
+            self._programs[key] = program_arguments(self.experiment, layout, args, project)
         return self._programs[key]
 
-    def _starter(self, slot: HostAssignment, run_dir: Path) -> tuple[str, ...]:
-        """What starts the ranks, and its options: launcher-only keys of the runner never reach
-        it."""
-        runner, machine = self.experiment.runner, slot.machine
+    def _starter_arguments(self, assignment: HostAssignment, run_dir: Path) -> tuple[str, ...]:
+        """Return the command that starts the ranks.
+
+        The command gets no keys of the runner that concern the launcher alone.
+        """
+        runner, machine = self.experiment.runner, assignment.machine
         options: dict[str, str | None] = {
-            "nnodes": str(len(self.slots)),
-            "node_rank": str(slot.node_rank),
-            "nproc_per_node": str(slot.nproc),
+            "nnodes": str(len(self.assignments)),
+            "node_rank": str(assignment.node_rank),
+            "nproc_per_node": str(assignment.nproc),
             "rdzv_id": runner.rdzv_id or self.run_id,
             "master_addr": self.master[0],
             "master_port": str(self.master[1]),
@@ -206,32 +225,34 @@ class _Job:
             "tee": runner.tee,
         }
         if self.experiment.task.is_command:
-            world = sum(one.nproc for one in self.slots)
-            own = {"first_rank": str(slot.first_rank), "world_size": str(world)}
-            own["stop_grace"] = f"{runner.stop_grace:g}"
-            starter = started("flagscale.launcher.rank_processes", machine.project)
-            return (machine.python, *starter, *_options({**options, **own}), "--")
-        # The agents start the whole job again, on all hosts at once.
+            options |= {
+                "first_rank": str(assignment.first_rank),
+                "world_size": str(sum(host.nproc for host in self.assignments)),
+                "stop_grace": f"{runner.stop_grace:g}",
+            }
+            starter = python_arguments("flagscale.launcher.rank_processes", machine.project)
+            return (machine.python, *starter, *_format_options(options), "--")
+        # torchrun must not restart ranks: the agents restart the whole job, on all hosts at once.
         options |= {"max_restarts": "0", **runner.extra}
-        return (machine.python, "-u", "-m", "torch.distributed.run", *_options(options))
+        return (machine.python, "-u", "-m", "torch.distributed.run", *_format_options(options))
 
 
-def _options(options: Mapping[str, str | None]) -> Iterator[str]:
-    """Words of a command line; None is an option without a value."""
+def _format_options(options: Mapping[str, str | None]) -> Iterator[str]:
+    """Yield the words of a command line; None stands for an option without a value."""
     for name, value in options.items():
         yield f"--{name}"
         if value is not None:
             yield value
 
 
-def _command(experiment: Experiment, slot: HostAssignment) -> tuple[str, ...]:
-    """The words of ``experiment.task.command`` on a host, whose Python runs what is Python's."""
-    task, machine = experiment.task, slot.machine
-    first, *rest = task.command
+def _command_arguments(experiment: Experiment, assignment: HostAssignment) -> tuple[str, ...]:
+    """Return the words of ``experiment.task.command``, with the host's own Python interpreter."""
+    task, machine = experiment.task, assignment.machine
+    first, *arguments = task.command
     if first == "python":
-        return (machine.python, *rest)
+        return (machine.python, *arguments)
     if first == "-m":
-        return (machine.python, first, *rest)
+        return (machine.python, first, *arguments)
     if first == str(task.entrypoint):
-        return (machine.python, str(rebased(task.entrypoint, machine.project)), *rest)
+        return (machine.python, str(rebase_path(task.entrypoint, machine.project)), *arguments)
     return task.command

@@ -1,8 +1,8 @@
-"""A host's script: one readable block a concern, quoted by construction. Pure.
+"""Rendering of a host's script: one readable block per concern, quoted by construction.
 
-Argv becomes bash arrays through :func:`shlex.quote`; the user's own commands stand verbatim in
-here-documents whose delimiter does not occur in them, so no value can break out of its place.
-The script passes ``bash -n`` and shellcheck and runs by hand.
+Command lines become bash arrays through :func:`shlex.quote`. The user's commands are copied
+verbatim into here-documents whose delimiter does not occur in them, so no value can escape its
+quoting. The script passes ``bash -n`` and shellcheck, and can be run by hand. Pure functions.
 """
 
 from __future__ import annotations
@@ -12,44 +12,49 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from flagscale import __version__
-from flagscale.accelerators.probes import defaults_of_unprobed
-from flagscale.config.interpolation import parts, reference, references
+from flagscale.accelerators.probes import default_variables_script
+from flagscale.config.interpolation import reference, references, split_references
 from flagscale.launcher.layout import AGENT_FILE, EXIT_FILE, SCRIPT_FILE
-from flagscale.launcher.planning.environment import JOBS, MEETING, NODE, PYTHON_PATH
+from flagscale.launcher.planning.environment import JOB_VARIABLES, MEETING, NODE, PYTHON_PATH
 from flagscale.launcher.planning.model import HostPlan, LaunchPlan
-from flagscale.launcher.planning.per_host import bash
+from flagscale.launcher.planning.per_host import read_script_part
 from flagscale.launcher.planning.supervision import AGENT_SECRETS
-from flagscale.modules import started
+from flagscale.module_command import python_arguments
 
-# The kernel takes words of up to 128 KiB: thousands of names without an order are more than that.
-_PIECE_LINES = 256
+# The kernel limits one argument to 128 KiB; the names of thousands of hosts can exceed that.
+_LINES_PER_ARGUMENT = 256
 _TORCHRUN = "torch.distributed.run"
 
 
 def render(plan: LaunchPlan, host: HostPlan) -> str:
-    """The script of one host."""
-    start = f'"${{agent[@]}}" -- "${{{_starter(host)}[@]}}" "${{program[@]}}"'
+    """Return the script of one host."""
+    start = f'"${{agent[@]}}" -- "${{{_starter_array_name(host)}[@]}}" "${{program[@]}}"'
     start = f"(give_secrets && exec {start}) &\n" if _agent_secrets(host) else f"{start} &\n"
-    parts = (*_head(plan, host), *_environment(host), *_argvs(plan, host))
-    return "\n".join((*parts, f"{bash('before_job.sh')}\n{start}{bash('after_job.sh')}\n"))
+    parts = (
+        *_render_header(plan, host),
+        *_render_environment(host),
+        *_render_command_lines(plan, host),
+    )
+    run_job = f"{read_script_part('before_job.sh')}\n{start}{read_script_part('after_job.sh')}\n"
+    return "\n".join((*parts, run_job))
 
 
-def _head(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
+def _render_header(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
     ranks = f"ranks {host.ranks.start} to {host.ranks.stop - 1} of {plan.world_size}"
     yield "#!/usr/bin/env bash"
-    yield f"# {_one_line(plan.name)}: host {host.node_rank} of {len(plan.hosts)}, {ranks}."
-    yield f"# Written by flagscale {__version__} for run {plan.run_id}; also runs by hand."
+    yield f"# {_join_lines(plan.name)}: host {host.node_rank} of {len(plan.hosts)}, {ranks}."
+    yield f"# Written by flagscale {__version__} for run {plan.run_id}; can be run by hand."
     yield "# shellcheck disable=SC2016,SC2317,SC2329 # values are literal; traps call functions"
     yield "set -uo pipefail"
     yield ""
     if host.late:
-        yield "# The job that starts this script says who it is, and where the ranks meet."
-        yield from (f': "${{{name}:?is given by the job}}"' for name in JOBS)
+        yield "# Set by the job that starts this script: host name and rendezvous of the ranks."
+        yield from (f': "${{{name}:?is set by the job}}"' for name in JOB_VARIABLES)
         yield ""
-    yield from _own_values(host)
-    yield "# The run's name, its directory on this host, and what prints them."
+    yield from _save_host_variables(host)
+    yield "# Name of the run in messages, and its files on this host."
     name = reference(NODE) if host.late else host.name
-    yield f"who={_word(f'run {plan.run_id} on {name}')}"
+    yield f"run_label={_quote_references(f'run {plan.run_id} on {name}')}"
     yield f"run_dir={_quote(str(host.run_dir))}"
     yield f"pid_file={_quote(str(host.pid_file))}"
     yield f'exit_file="$run_dir/{EXIT_FILE}"'
@@ -60,64 +65,67 @@ def _head(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
 
 
 def _quote(word: str) -> str:
-    """One word for bash. Commas are quoted too: in an array they look like a mistake."""
+    """Return one word for bash. Commas are quoted too: in an array they look like a mistake."""
     quoted = shlex.quote(word)
     return f"'{word}'" if quoted == word and "," in word else quoted
 
 
-def _word(word: str) -> str:
-    """The same of a word that may refer to what the job says."""
-    return _with_references("", word, {})
+def _quote_references(word: str) -> str:
+    """Return one word for bash that may contain references to variables set by the job."""
+    return _expand_references("", word, {})
 
 
-def _one_line(text: str) -> str:
-    """A value that may stand in a comment: line ends would end the comment."""
+def _join_lines(text: str) -> str:
+    """Return a value for a comment, without line ends, which would end the comment."""
     return " ".join(text.split())
 
 
-_BLOCKS = {
-    "run": "# Every process of the run carries this; `stop` ends those and no others.",
-    "default": "# Defaults; `experiment.envs` or the environment of the launch wins over them.",
+_BLOCK_COMMENTS = {
+    "run": "# Identity of the run: `stop` ends the processes with this environment, and no others.",
+    "default": "# Defaults; overridden by `experiment.envs` and the environment of the launch.",
     "inherited": "# From the environment of the launch, in place of defaults.",
-    "detected": "# The interface that reaches the other hosts.",
+    "detected": "# Network interface that reaches the other hosts.",
 }
 
 
-def _own_values(host: HostPlan) -> Iterator[str]:
-    """What values refer to, kept before anything here takes the place of the host's own."""
-    referred = _referred(host)
-    if referred:
-        yield "# This host's own variables, to which `experiment.envs` refers."
-        yield from (f"{kept}=${{{name}-}}" for name, kept in referred.items())
+def _save_host_variables(host: HostPlan) -> Iterator[str]:
+    """Yield lines that save the host's own variables before this script replaces them."""
+    saved_names = _saved_variable_names(host)
+    if saved_names:
+        yield "# This host's own variables that `experiment.envs` refers to."
+        yield from (f"{saved_name}=${{{name}-}}" for name, saved_name in saved_names.items())
         yield ""
 
 
-def _referred(host: HostPlan) -> dict[str, str]:
-    """The host's own variables that values refer to, and the names that keep them: none that a
-    value has for itself, or that another of those variables has."""
+def _saved_variable_names(host: HostPlan) -> dict[str, str]:
+    """Return the host's own variables that values refer to, with the names under which they are
+    saved.
+
+    A saved name differs from every variable that the script sets or refers to.
+    """
     plain = [value for value in host.environment if not value.secret]
     names = [name for value in plain for name in references(value.value)]
-    names = [name for name in names if name not in JOBS]
+    names = [name for name in names if name not in JOB_VARIABLES]
     prefix = "host_"
     while any(name.startswith(prefix) for name in (*names, *(value.name for value in plain))):
         prefix += "_"
     return {name: f"{prefix}{name}" for name in names}
 
 
-def _environment(host: HostPlan) -> Iterator[str]:
-    kept = _referred(host)
-    own_path = ""
+def _render_environment(host: HostPlan) -> Iterator[str]:
+    saved_names = _saved_variable_names(host)
+    user_path = ""
     origin = ""
     for value in host.environment:
         if value.secret:
             continue
         if value.name == PYTHON_PATH:
-            own_path = value.value
+            user_path = value.value
             continue
         if value.origin != origin:
             origin = value.origin
-            yield _BLOCKS.get(origin, f"# experiment.{_one_line(origin)}")
-        yield f"export {value.name}={_with_references(value.name, value.value, kept)}"
+            yield _BLOCK_COMMENTS.get(origin, f"# experiment.{_join_lines(origin)}")
+        yield f"export {value.name}={_expand_references(value.name, value.value, saved_names)}"
     secrets = [name for name in host.secrets if name not in AGENT_SECRETS]
     if secrets:
         yield "# Secrets are not written to files: they come from the environment."
@@ -125,27 +133,30 @@ def _environment(host: HostPlan) -> Iterator[str]:
         yield from (f': "${{{name}{required}' for name in secrets)
     yield ""
     yield "# The program's own packages, the adapted training backend, this project."
-    path = ":".join(filter(None, (*host.python_path, own_path)))
-    rest = "" if PYTHON_PATH in references(path) else '"${PYTHONPATH:+:$PYTHONPATH}"'
-    yield f"export PYTHONPATH={_with_references(PYTHON_PATH, path, kept)}{rest}"
+    path = ":".join(filter(None, (*host.python_path, user_path)))
+    suffix = "" if PYTHON_PATH in references(path) else '"${PYTHONPATH:+:$PYTHONPATH}"'
+    yield f"export PYTHONPATH={_expand_references(PYTHON_PATH, path, saved_names)}{suffix}"
     yield ""
 
 
-def _with_references(name: str, value: str, kept: Mapping[str, str]) -> str:
-    """A value as one word for bash, which fills in the host's own variables."""
+def _expand_references(variable: str, value: str, saved_names: Mapping[str, str]) -> str:
+    """Return a value as one word for bash, with references to the host's own variables."""
     quoted = []
-    for part in parts(name, value):
+    for part in split_references(variable, value):
         if isinstance(part, str):
             quoted.append(_quote(part))
             continue
-        before, referred, after = part
-        own = kept.get(referred, referred)
-        quoted.append(f'"${{{own}:+{before}${own}{after}}}"' if before or after else f'"${own}"')
+        prefix, name, suffix = part
+        saved_name = saved_names.get(name, name)
+        if prefix or suffix:
+            quoted.append(f'"${{{saved_name}:+{prefix}${saved_name}{suffix}}}"')
+        else:
+            quoted.append(f'"${saved_name}"')
     return "".join(quoted) or "''"
 
 
-def _starter(host: HostPlan) -> str:
-    """What a script calls what starts its ranks."""
+def _starter_array_name(host: HostPlan) -> str:
+    """Return the name of the bash array that holds the command that starts the ranks."""
     return "torchrun" if _TORCHRUN in host.starter else "starter"
 
 
@@ -153,10 +164,13 @@ def _agent_secrets(host: HostPlan) -> list[str]:
     return [value.name for value in host.environment if value.name in AGENT_SECRETS]
 
 
-def _hide(names: Sequence[str]) -> Iterator[str]:
-    """What the agent alone gets to see, and may lack: then a script that is run by hand takes it
-    from where the agent has kept it."""
-    yield "# For the agent alone: neither the commands below nor the ranks get to see these."
+def _hide_secrets(names: Sequence[str]) -> Iterator[str]:
+    """Yield lines that move variables out of the environment, and a function that restores them.
+
+    Only the agent gets these variables. If they are unset because the script is run by hand, the
+    agent reads them from the file in which it saved them.
+    """
+    yield "# Passed to the agent alone: hidden from the commands below and from the ranks."
     for number, name in enumerate(names):
         yield f"hidden_{number}=${{{name}-}}"
     yield f"unset {' '.join(names)}"
@@ -166,50 +180,57 @@ def _hide(names: Sequence[str]) -> Iterator[str]:
     yield "}"
 
 
-def _argvs(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
-    what = "training program" if _TORCHRUN in host.starter else "command"
-    yield f"# Supervisor, launcher of the ranks, {what}."
-    yield _array("agent", _agent(host))
-    yield _array(_starter(host), host.starter)
-    yield _array("program", host.program)
+def _render_command_lines(plan: LaunchPlan, host: HostPlan) -> Iterator[str]:
+    program = "training program" if _TORCHRUN in host.starter else "command"
+    yield f"# Supervisor, launcher of the ranks, {program}."
+    yield _bash_array("agent", _agent_command(host))
+    yield _bash_array(_starter_array_name(host), host.starter)
+    yield _bash_array("program", host.program)
     if secret := _agent_secrets(host):
-        yield from _hide(secret)
+        yield from _hide_secrets(secret)
     yield ""
     yield "# experiment.cmds, verbatim."
-    looks = [host.before_start]
+    commands = [host.before_start]
     if host.unprobed:
-        looks += [f"processes={host.nproc}", bash("unprobed_machine.sh")]
-        looks += defaults_of_unprobed()
+        commands += [f"processes={host.nproc}", read_script_part("unprobed_machine.sh")]
+        commands += default_variables_script()
         if len(plan.hosts) > 1:
-            looks += [f"master={_word(plan.master_addr)}", bash("unprobed_network.sh")]
-    yield from _verbatim("before_start", "\n".join(filter(None, looks)))
-    yield from _verbatim("after_stop", host.after_stop)
+            commands.append(f"master={_quote_references(plan.master_addr)}")
+            commands.append(read_script_part("unprobed_network.sh"))
+    yield from _bash_text("before_start", "\n".join(filter(None, commands)))
+    yield from _bash_text("after_stop", host.after_stop)
     yield ""
 
 
-def _agent(host: HostPlan) -> tuple[str, ...]:
-    # JSON has no line ends within its texts: its lines may be set in as those of the array are.
+def _agent_command(host: HostPlan) -> tuple[str, ...]:
+    """Return the command line of the host's agent."""
+    # JSON strings contain no line ends, so the lines can be indented like those of the array.
     lines = host.agent.to_json().split("\n")
-    pieces = range(0, len(lines), _PIECE_LINES)
-    options = ("\n    ".join(lines[at : at + _PIECE_LINES]) for at in pieces)
-    program = (host.python, *started("flagscale.launcher.agent", Path(host.python_path[-1])))
+    options = (
+        "\n    ".join(lines[start : start + _LINES_PER_ARGUMENT])
+        for start in range(0, len(lines), _LINES_PER_ARGUMENT)
+    )
+    program = (
+        host.python,
+        *python_arguments("flagscale.launcher.agent", Path(host.python_path[-1])),
+    )
     meeting = ("--meeting", reference(MEETING)) if host.late else ()
     return (*program, "--options", *options, *meeting)
 
 
-def _array(name: str, argv: Sequence[str]) -> str:
-    """A bash array, an option and its values a line."""
+def _bash_array(name: str, argv: Sequence[str]) -> str:
+    """Return a bash array, with one option and its values per line."""
     lines: list[list[str]] = []
     for word in argv:
         if not lines or word.startswith("--"):
             lines.append([])
-        lines[-1].append(_word(word))
+        lines[-1].append(_quote_references(word))
     body = "\n".join(f"    {' '.join(line)}" for line in lines)
     return f"{name}=(\n{body}\n)"
 
 
-def _verbatim(name: str, text: str) -> Iterator[str]:
-    """A variable that holds a text as it is, readable, whatever is in it."""
+def _bash_text(name: str, text: str) -> Iterator[str]:
+    """Yield lines that assign a text to a variable, readable and unchanged."""
     if not text.strip():
         yield f"{name}="
         return

@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# What a host's script finds out by itself where nobody asked the host before: in a dry run, and in a
-# run without a preflight, which then needs one command a host and no more.
+# Part of a host's script that detects the host's cores if the host was not probed before: in a dry
+# run, and in a run without preflight, which needs only one command per host.
 
-# Nobody asked this host what it is like, so it looks. `experiment.envs` wins.
+# This host was not probed: detect its cores here. `experiment.envs` takes precedence.
 cores=$(nproc)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}"

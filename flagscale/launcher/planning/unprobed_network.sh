@@ -1,7 +1,8 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# The same, where there are other hosts.
+# Part of a host's script that detects the network interface, if the run has several hosts.
 
-# The interface that reaches the other hosts. The master's own name may mean a loopback address.
+# Find the interface that reaches the other hosts. On the master, its name may resolve to a
+# loopback address.
 address=
 read -r address _ < <(getent ahosts "$master") || true
 if [[ $address == 127.* || $address == ::1 ]]; then

@@ -1,5 +1,5 @@
-"""What would keep a run from starting, found before anything starts.
+"""Checks made on all hosts before anything starts.
 
-:mod:`.survey` asks all hosts at once and :mod:`.hosts` judges their answers, with
-:mod:`.backend`, :mod:`.checkpoint` and :mod:`.directories`.
+:mod:`.host_probe` queries all hosts at once and :mod:`.hosts` evaluates their replies, with
+:mod:`.backend`, :mod:`.checkpoint`, :mod:`.directories` and :mod:`.user_code`.
 """

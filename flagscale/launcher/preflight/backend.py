@@ -1,7 +1,7 @@
-"""The communication backend, looked at on the host that is to use it: its own Python, in the
-environment of its ranks, says whether it can.
+"""Check of the communication backend, made by each host's own Python in its ranks' environment.
 
-What comes with every torch is not asked about: that takes an import of torch, a second or more.
+Backends that every torch contains are not checked, because importing torch takes a second or
+more.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from flagscale.accelerators.registry import ACCELERATORS, AUTO, accelerator
-from flagscale.accelerators.visible import hidden, kind_of
-from flagscale.config.checks import Arguments
+from flagscale.accelerators.registry import ACCELERATORS, AUTO, get_accelerator
+from flagscale.accelerators.visible import choose_visible_kind, hides_all_devices
 from flagscale.config.schema import Experiment
 from flagscale.hosts.hostfile import Host
-from flagscale.launcher.planning.backends import chooses_here
+from flagscale.launcher.planning.backends import uses_backend_registry
 from flagscale.launcher.preflight.checks import Check
 
 CHECK = "communication"
@@ -23,37 +22,40 @@ _WITH_TORCH = ("auto", "nccl", "gloo")
 _NO_GLOO = "gloo cannot do sendrecv, permute on {} memory"
 
 
-def words(experiment: Experiment) -> list[str] | None:
-    """What is asked of :data:`MODULE`; None where nothing needs to be asked."""
-    name, device = _wanted(experiment)
-    # A package's kind of device is one of its Python's packages.
-    known = name in _WITH_TORCH and device in (AUTO, *ACCELERATORS.own)
-    return None if not chooses_here(experiment) or known else [name, device]
+def query_words(experiment: Experiment) -> list[str] | None:
+    """Return the arguments of :data:`MODULE`, or None if no host has to be asked."""
+    name, device = _backend_and_device(experiment)
+    # A kind of device from a package requires that package in the host's Python.
+    needs_no_query = name in _WITH_TORCH and device in (AUTO, *ACCELERATORS.builtin)
+    return None if not uses_backend_registry(experiment) or needs_no_query else [name, device]
 
 
-def judge(
+def check_backend(
     experiment: Experiment, host: Host, answer: Mapping[str, Any] | None, devices: Mapping[str, int]
 ) -> Check:
-    """The check that a host's ``answer`` comes to; None where it was not asked. ``devices``: how
-    many of each kind it has."""
-    name, device = _wanted(experiment)
-    if not chooses_here(experiment):
+    """Return the check of one host.
+
+    ``answer`` is the reply of :data:`MODULE` there, None if it was not asked. ``devices`` has the
+    number of devices by kind.
+    """
+    name, device = _backend_and_device(experiment)
+    if not uses_backend_registry(experiment):
         return Check(CHECK, True, f"{experiment.task.program} chooses by itself")
     variables = experiment.envs.for_host(host.name, host.device_type)
-    kind = accelerator(kind_of(device, devices, variables))
-    there = devices.get(kind.name) and not hidden(variables, kind.name)
-    if name == "gloo" and there and not kind.is_host:
+    kind = get_accelerator(choose_visible_kind(device, devices, variables))
+    uses_devices = devices.get(kind.name) and not hides_all_devices(variables, kind.name)
+    if name == "gloo" and uses_devices and not kind.is_host:
         hint = f"auto takes {kind.default_backend}; device: cpu trains without {kind.unit}s"
         answer = {"problem": _NO_GLOO.format(kind.unit), "hint": hint}
     if answer is None:
-        known = "which comes with torch" if name in _WITH_TORCH else "not asked for"
-        return Check(CHECK, True, f"{name}, {known}")
+        reason = "which comes with torch" if name in _WITH_TORCH else "not asked for"
+        return Check(CHECK, True, f"{name}, {reason}")
     if problem := answer.get("problem"):
-        found = Arguments.of(experiment).problem("distributed_backend", problem)
-        return Check(CHECK, False, str(found), str(answer.get("hint") or ""))
+        problem_text = experiment.train.problem("distributed_backend", problem)
+        return Check(CHECK, False, str(problem_text), str(answer.get("hint") or ""))
     return Check(CHECK, True, " ".join(filter(None, (name, answer.get("version")))))
 
 
-def _wanted(experiment: Experiment) -> tuple[str, str]:
-    args = Arguments.of(experiment)
+def _backend_and_device(experiment: Experiment) -> tuple[str, str]:
+    args = experiment.train
     return str(args["distributed_backend"]), str(args["device"])

@@ -1,7 +1,8 @@
-"""The checkpoint that training would start from, looked at on the host of rank 0, whose files
-decide: its own Python says which one is whole, and the rules of the ranks whether it fits.
+"""Check of the checkpoint that training would start from.
 
-Where there is no checkpoint at all, as before every first run, no Python is asked.
+The host of rank 0 decides: its Python reports which checkpoint is whole, and the ranks' own rules
+decide whether it fits. If there is no checkpoint at all, as before every first run, no Python is
+asked.
 """
 
 from __future__ import annotations
@@ -11,69 +12,76 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from flagscale.config.arguments import rules
-from flagscale.config.arguments.resolve import resolve
-from flagscale.config.arguments.resuming import parts_to_load
+from flagscale.config.arguments.derive import derive_arguments
+from flagscale.config.arguments.rules.resuming import missing_checkpoint, parts_to_load
 from flagscale.errors import CheckpointError
-from flagscale.hosts.facts import Facts
+from flagscale.hosts.facts import HostFacts
 from flagscale.launcher.preflight.checks import Check
-from flagscale.launcher.preflight.directories import Wanted
+from flagscale.launcher.preflight.directories import HostPaths
 
 CHECK = "load"
 MODULE = "flagscale.checkpoints"
-_MOST = 3
+_MAX_ITEMS = 3
 
 
-def judge(want: Wanted, facts: Facts, master: Facts | None, world_size: int) -> Check | None:
-    """The check of a host that has these ``facts``; ``master`` is rank 0's, None where it did not
-    answer. None where nothing is to be loaded, or nothing is known."""
+def check_checkpoint(
+    paths: HostPaths, facts: HostFacts, master: HostFacts | None, world_size: int
+) -> Check | None:
+    """Return the check of one host, or None if nothing is loaded or nothing is known.
+
+    ``facts`` are the host's own; ``master`` are those of rank 0's host, None if it did not answer.
+    """
     if master is None:
         return None
-    told = master.answer(CHECK)
-    if told is None:
-        told = {"problem": "its Python was not asked"} if master.checkpoints else {}
-    if told.get("path"):
-        return _fits(want, told, facts, world_size)
-    if told.get("refused"):
-        found = told["refused"]
-        if want.load not in found:
-            found = f"{want.load}: {found}"
-        return Check(CHECK, False, _one_line(found), str(told.get("hint") or ""))
-    if told.get("problem"):
-        found = f"{want.load} holds checkpoints; which one is whole is not known: {told['problem']}"
-        return Check(CHECK, True, found, warning=True)
-    found, hint = rules.missing_checkpoint(want.values) if want.values else ("", None)
-    if want.load or hint is not None:
-        return Check(CHECK, hint is None, found, hint or "", warning=want.expected)
+    reply = master.module_reply(CHECK)
+    if reply is None:
+        reply = {"problem": "its Python was not asked"} if master.checkpoints else {}
+    if reply.get("path"):
+        return _check_fit(paths, reply, facts, world_size)
+    if reply.get("refused"):
+        finding = reply["refused"]
+        if paths.load not in finding:
+            finding = f"{paths.load}: {finding}"
+        return Check(CHECK, False, _one_line(finding), str(reply.get("hint") or ""))
+    if reply.get("problem"):
+        finding = (
+            f"{paths.load} holds checkpoints; which one is whole is not known: {reply['problem']}"
+        )
+        return Check(CHECK, True, finding, warning=True)
+    finding, hint = missing_checkpoint(paths.values) if paths.values else ("", None)
+    if paths.load or hint is not None:
+        return Check(CHECK, hint is None, finding, hint or "", warning=paths.expected)
     return None
 
 
-def _fits(want: Wanted, told: Mapping[str, Any], facts: Facts, world_size: int) -> Check:
-    """What a whole checkpoint comes to: it has to be there for every host, and to fit."""
-    name = PurePath(told["path"]).name
+def _check_fit(
+    paths: HostPaths, reply: Mapping[str, Any], facts: HostFacts, world_size: int
+) -> Check:
+    """Check a whole checkpoint: every host must see it, and it must fit the run."""
+    name = PurePath(reply["path"]).name
     if name not in facts.checkpoints:
         hint = "all hosts have to see the same checkpoints: share the directory, or copy them there"
-        return Check(CHECK, False, f"{told['path']} is not there", hint)
-    args = resolve(argparse.Namespace(**want.values), world_size)
+        return Check(CHECK, False, f"{reply['path']} is not there", hint)
+    args = derive_arguments(argparse.Namespace(**paths.values), world_size)
     try:
-        parts = parts_to_load(told["content"], vars(args), world_size)
+        parts = parts_to_load(reply["content"], vars(args), world_size)
     except CheckpointError as error:
-        found = f"{name} in {want.load}: {_one_line(error.message)}"
-        return Check(CHECK, False, found, error.hint or "")
-    done = parts.progress and told["iteration"] >= args.train_iters
+        finding = f"{name} in {paths.load}: {_one_line(error.message)}"
+        return Check(CHECK, False, finding, error.hint or "")
+    complete = parts.progress and reply["iteration"] >= args.train_iters
     notes = [*parts.notes]
-    notes += [f"all {args.train_iters} steps are done: nothing to train"] if done else []
-    notes += [f"passed over {one}" for one in _first(told["skipped"])]
-    found = "; ".join((f"iteration {told['iteration']} in {want.load}", *notes))
-    return Check(CHECK, True, found, warning=bool(done or told["skipped"]))
+    notes += [f"all {args.train_iters} steps are done: nothing to train"] if complete else []
+    notes += [f"passed over {reason}" for reason in _shorten_list(reply["skipped"])]
+    finding = "; ".join((f"iteration {reply['iteration']} in {paths.load}", *notes))
+    return Check(CHECK, True, finding, warning=bool(complete or reply["skipped"]))
 
 
-def _first(items: list[str]) -> list[str]:
-    left = len(items) - _MOST
-    return [*items[:_MOST], *([f"{left} more"] if left > 0 else [])]
+def _shorten_list(items: list[str]) -> list[str]:
+    omitted = len(items) - _MAX_ITEMS
+    return [*items[:_MAX_ITEMS], *([f"{omitted} more"] if omitted > 0 else [])]
 
 
 def _one_line(message: str) -> str:
-    """A message whose list has a line each, as a table shows it."""
-    head, *rest = (line.strip() for line in message.splitlines())
-    return " ".join((head, "; ".join(_first(rest)))).strip()
+    """Join a message that lists items on lines of their own, for a table cell."""
+    head, *items = (line.strip() for line in message.splitlines())
+    return " ".join((head, "; ".join(_shorten_list(items)))).strip()

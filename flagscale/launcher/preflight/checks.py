@@ -1,4 +1,4 @@
-"""One thing that a preflight has looked at, and what all of them together come to."""
+"""Result of one preflight check, and the error or exit code that all results together lead to."""
 
 from __future__ import annotations
 
@@ -6,28 +6,38 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flagscale.accelerators.registry import AUTO, CPU, accelerator, accelerators, broken, preferred
-from flagscale.config.arguments.flatten import leaves
+from flagscale.accelerators.registry import (
+    AUTO,
+    CPU,
+    choose_kind,
+    get_accelerator,
+    list_broken_kinds,
+    list_device_accelerators,
+)
 from flagscale.config.schema import Experiment, Runner
 from flagscale.errors import ConfigError, Problem, RunStateError, UnreachableError
-from flagscale.launcher.planning.assignment import wanted_kind
+from flagscale.launcher.planning.assignment import requested_device
 from flagscale.launcher.planning.model import HostPlan
-from flagscale.launcher.planning.plan import wanted_port
+from flagscale.launcher.planning.plan import requested_port
 
 if TYPE_CHECKING:
-    from flagscale.hosts.facts import Facts
+    from flagscale.hosts.facts import HostFacts
 
 REACHABLE = "reachable"
-"""The check whether a host can be used at all."""
+"""Name of the check that a host can be used at all."""
 _NCCLS = "cuda"
-"""The kind that nccl is for: NVIDIA's own."""
+"""Kind of device that nccl supports."""
 EARLIER_RUN = "earlier run"
-"""The check whether a run is alive where one is to start."""
+"""Name of the check that no run is alive where one is to start."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at. ``warning``: it may go well, but should be known."""
+    """Result of one check.
+
+    ``found`` is the finding in words. With ``warning`` the run may start, but the user should
+    know the finding.
+    """
 
     name: str
     ok: bool
@@ -35,13 +45,18 @@ class Check:
     hint: str = ""
     warning: bool = False
     hosts: str = ""
-    """The hosts it was found on, folded; empty for this machine."""
+    """Folded names of the hosts with this result; empty for this machine."""
 
 
-def require(checks: list[Check]) -> None:
-    """Raise :class:`ConfigError` with every check that failed, or, where hosts do not answer,
-    :class:`UnreachableError` with those. That a run is alive on this machine is no mistake in the
-    configuration: where nothing else failed, it is a :class:`RunStateError`."""
+def require_passed(checks: list[Check]) -> None:
+    """Raise one error for all checks that failed.
+
+    Raises:
+        UnreachableError: hosts do not answer; names only those.
+        RunStateError: the only failure is a live run on this machine, which is no mistake in the
+            configuration.
+        ConfigError: any other failure.
+    """
     failed = [check for check in checks if not check.ok]
     unreachable = [check for check in failed if check.name == REACHABLE]
     if unreachable:
@@ -59,55 +74,56 @@ def require(checks: list[Check]) -> None:
         raise ConfigError(problems, hint="; ".join(hints) or None)
 
 
-def exit_code(checks: Sequence[Check]) -> int:
-    """0 if every check is well, 3 if a host could not be asked, else 2."""
+def compute_exit_code(checks: Sequence[Check]) -> int:
+    """Return 0 if every check passed, 3 if a host could not be reached, otherwise 2."""
     failed = [check for check in checks if not check.ok]
     if any(check.name == REACHABLE for check in failed):
         return UnreachableError.exit_code
     return ConfigError.exit_code if failed else 0
 
 
-def check_devices(experiment: Experiment, host: HostPlan, facts: Facts) -> Check:
-    """A host's devices against the ranks it takes, and against what the hostfile calls it."""
-    wanted, ranks = wanted_kind(experiment), host.nproc
-    kind = accelerator(preferred(AUTO if wanted == CPU else wanted, facts.devices))
+def check_devices(experiment: Experiment, host: HostPlan, facts: HostFacts) -> Check:
+    """Compare a host's devices with its ranks and with the ``type=`` of the hostfile."""
+    requested_kind, ranks = requested_device(experiment), host.nproc
+    kind = get_accelerator(
+        choose_kind(AUTO if requested_kind == CPU else requested_kind, facts.devices)
+    )
     count, gpus = facts.devices.get(kind.name, 0), facts.devices.get(_NCCLS, 0)
-    unit = accelerator(_NCCLS).unit if kind.name == CPU else kind.unit
+    unit = get_accelerator(_NCCLS).unit if kind.name == CPU else kind.unit
     product = facts.products.get(kind.name)
-    found = f"{count} {unit}(s){f', {product},' if product else ''} for {ranks} rank(s)"
-    backends = {
-        str(value)
-        for _, name, value in leaves(experiment.train.sections())
-        if name == "distributed_backend"
-    }
-    if "nccl" in backends and gpus == 0:
+    finding = f"{count} {unit}(s){f', {product},' if product else ''} for {ranks} rank(s)"
+    backend = experiment.train["distributed_backend"]
+    if backend == "nccl" and gpus == 0:
         hint = "set train.system.distributed_backend: auto (or gloo)"
         return Check("devices", False, "nccl is asked for, but there is no GPU", hint)
-    if "nccl" in backends and ranks > gpus:
+    if backend == "nccl" and ranks > gpus:
         hint = "lower experiment.runner.nproc_per_node: nccl wants a GPU for every rank"
-        return Check("devices", False, found, hint)
-    called = next((a for a in accelerators() if host.device_type in (a.name, *a.host_types)), None)
-    if called is not None and not facts.devices.get(called.name):
-        found += f", but no {called.unit}, though the hostfile says type={host.device_type}"
-        return Check("devices", True, found, warning=True)
-    return Check("devices", True, found, warning=0 < count < ranks)
+        return Check("devices", False, finding, hint)
+    declared = next(
+        (a for a in list_device_accelerators() if host.device_type in (a.name, *a.host_types)), None
+    )
+    if declared is not None and not facts.devices.get(declared.name):
+        finding += f", but no {declared.unit}, though the hostfile says type={host.device_type}"
+        return Check("devices", True, finding, warning=True)
+    return Check("devices", True, finding, warning=0 < count < ranks)
 
 
 def check_adapters() -> Check | None:
-    """The kinds of devices of installed packages that do not load here; None where all do."""
-    found = "; ".join(f"{kind}: {reason}" for kind, reason in broken().items())
-    return Check("kinds of devices", True, found, warning=True) if found else None
+    """Report device kinds of installed packages that cannot be loaded here, or return None."""
+    reasons = "; ".join(f"{kind}: {reason}" for kind, reason in list_broken_kinds().items())
+    return Check("kinds of devices", True, reasons, warning=True) if reasons else None
 
 
 def port_origin(runner: Runner) -> str:
-    """Where the port of the ranks comes from."""
-    if wanted_port(runner) is None:
+    """Describe where the port of the ranks comes from."""
+    if requested_port(runner) is None:
         return "picked there"
     key = "master_port" if runner.master_port else "rdzv_endpoint"
     return f"as experiment.runner.{key} says"
 
 
-def warnings(checks: list[Check]) -> Iterator[str]:
+def warning_lines(checks: list[Check]) -> Iterator[str]:
+    """Yield the findings of passed checks that the user should know."""
     for check in checks:
         if check.ok and check.warning:
             where = f" on {check.hosts}" if check.hosts else ""

@@ -1,7 +1,7 @@
-"""The directories that training writes to, held against what a host has there.
+"""Checks of the directories that training writes to.
 
-The experiment's own directory is one of them; those below it that the YAML does not name are not
-looked at again.
+The experiment's own directory is one of them. Directories below it are not checked again unless
+the YAML names them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flagscale.config.arguments import paths
-from flagscale.config.checks import Arguments
+from flagscale.config.arguments.spec.paths import data_cache_of
 from flagscale.config.schema import Experiment
 from flagscale.hosts.facts import NOT_WRITABLE, PathState
 from flagscale.launcher.layout import Layout
-from flagscale.launcher.planning.per_host import Settings
-from flagscale.launcher.planning.plan import unnamed_directories
+from flagscale.launcher.planning.per_host import HostSettings
+from flagscale.launcher.planning.plan import default_directories
 from flagscale.launcher.preflight.checks import Check
 
 _CACHE = "data_cache_path"
@@ -26,9 +25,12 @@ _DISK_WARNS_BELOW = 2048 * _MIB
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a host's ranks use. ``written``: paths by the argument that names them. ``expected``:
-    whether the YAML says that ``load`` has a checkpoint. ``values``: every argument."""
+class HostPaths:
+    """Paths and arguments of the ranks on one host.
+
+    ``written`` maps arguments to the paths that they name for writing. ``expected`` is true if the
+    YAML requires a checkpoint in ``load``. ``values`` has every argument.
+    """
 
     load: str = ""
     expected: bool = False
@@ -36,65 +38,70 @@ class Wanted:
     written: Mapping[str, str] = field(default_factory=dict)
 
 
-def wanted(experiment: Experiment, layout: Layout, own: Settings, *, first: bool) -> Wanted:
-    """What a host with these settings uses; the rank that reports is on the ``first``. Nothing is
-    known of a external program, which may give the arguments another meaning."""
+def collect_host_paths(
+    experiment: Experiment, layout: Layout, settings: HostSettings, *, first: bool
+) -> HostPaths:
+    """Return the paths that a host with these settings uses.
+
+    The rank that reports runs on the ``first`` host. The result is empty for a foreign program,
+    which may give the arguments another meaning.
+    """
     if experiment.task.external:
-        return Wanted()
-    args = Arguments.of_sections(own.sections, experiment.sources)
-    values = {**args.values(), **unnamed_directories(layout, own.sections)}
-    named = {"save": values["save"]}
-    cache = paths.data_cache(values)
+        return HostPaths()
+    args = settings.train
+    values = {**args.values, **default_directories(layout, args)}
+    named_paths = {"save": values["save"]}
+    cache = data_cache_of(values)
     if first:
-        named["tensorboard_dir"] = values["tensorboard_dir"]
+        named_paths["tensorboard_dir"] = values["tensorboard_dir"]
         if cache is not None and cache[1] in args.given:
-            named[_CACHE] = str(cache[0])
-    return Wanted(
+            named_paths[_CACHE] = str(cache[0])
+    return HostPaths(
         load=values["load"] or "",
         expected="load" in args.given and values["load"] != values["save"],
         values=values,
         written={
             name: path
-            for name, path in named.items()
+            for name, path in named_paths.items()
             if path and "://" not in path and (name in args.given or name == _CACHE)
         },
     )
 
 
-def judge(want: Wanted, states: Mapping[str, PathState]) -> Iterator[Check]:
-    """The checks of a host that has these ``states`` by path."""
-    unfit = set[str]()
+def check_output_paths(want: HostPaths, states: Mapping[str, PathState]) -> Iterator[Check]:
+    """Yield the checks of a host, from the ``states`` of its paths."""
+    reported = set[str]()
     for name, path in want.written.items():
         state = states.get(path)
-        # What keeps `save` from being made keeps the cache beside it, too: once is enough.
-        if name != _CACHE or state is None or state.existing not in unfit:
-            yield _written(name, path, state)
-        if state is not None and state.unfit:
-            unfit.add(state.existing)
+        # If `save` cannot be created, neither can the cache next to it: report the cause once.
+        if name != _CACHE or state is None or state.existing not in reported:
+            yield _check_output_path(name, path, state)
+        if state is not None and state.problem:
+            reported.add(state.existing)
 
 
-def _written(name: str, path: str, state: PathState | None) -> Check:
-    read_only = state is not None and (state.existing, state.unfit) == (path, NOT_WRITABLE)
+def _check_output_path(name: str, path: str, state: PathState | None) -> Check:
+    read_only = state is not None and (state.existing, state.problem) == (path, NOT_WRITABLE)
     if name == _CACHE and read_only:
-        found = f"{path} is not writable: what is not cached there yet cannot be used"
-        return Check(name, True, found, warning=True)
+        finding = f"{path} is not writable: what is not cached there yet cannot be used"
+        return Check(name, True, finding, warning=True)
     return check_directory(name, path, state, key=name)
 
 
 def check_directory(name: str, path: str, state: PathState | None, *, key: str) -> Check:
-    """A directory that is to be written. ``key``: what names another one."""
+    """Check a directory that the run will write. ``key`` is the key that selects another one."""
     if state is None:
         return Check(name, False, f"{path}: it did not say what is there")
-    if state.unfit == NOT_WRITABLE and state.user:
-        found = f"{state.existing} is {state.unfit} for user {state.user}"
+    if state.problem == NOT_WRITABLE and state.user:
+        finding = f"{state.existing} is {state.problem} for user {state.user}"
         hint = f"set {key}, give the user the directory, or the hostfile another user="
-        return Check(name, False, found, hint)
-    if state.unfit:
+        return Check(name, False, finding, hint)
+    if state.problem:
         hint = f"set {key} to a directory that can be written"
-        return Check(name, False, f"{state.existing} is {state.unfit}", hint)
-    if state.free is None:
+        return Check(name, False, f"{state.existing} is {state.problem}", hint)
+    if state.free_bytes is None:
         return Check(name, True, f"{path}: free space unknown", warning=True)
-    found = f"{path}: {state.free / _MIB:,.0f} MiB free"
-    if state.free < _DISK_FAILS_BELOW:
-        return Check(name, False, found, f"make room there, or set {key}")
-    return Check(name, True, found, warning=state.free < _DISK_WARNS_BELOW)
+    finding = f"{path}: {state.free_bytes / _MIB:,.0f} MiB free"
+    if state.free_bytes < _DISK_FAILS_BELOW:
+        return Check(name, False, finding, f"make room there, or set {key}")
+    return Check(name, True, finding, warning=state.free_bytes < _DISK_WARNS_BELOW)

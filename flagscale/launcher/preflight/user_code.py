@@ -1,5 +1,7 @@
-"""What a YAML names and a package or a file of the user's brings, looked at on the host that is to
-train with it: the host's own Python, in the environment of its ranks, says whether it is there."""
+"""Checks that a user's packages and files named in the YAML exist on each host.
+
+The host's own Python looks for them, in the environment of its ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,48 +9,50 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flagscale.config.arguments.external import NAME, is_external
-from flagscale.config.arguments.families import FAMILIES
-from flagscale.config.checks import Arguments
+from flagscale.config.arguments.rules.data import uses_external_data
+from flagscale.config.arguments.rules.model_family import MODEL_FAMILIES
+from flagscale.config.arguments.spec.paths import EXTERNAL_DATA
+from flagscale.config.arguments.spec.train_arguments import TrainArguments
 from flagscale.config.schema import Experiment
-from flagscale.hosts.facts import Facts
+from flagscale.hosts.facts import HostFacts
 from flagscale.launcher.planning.model import HostPlan
 from flagscale.launcher.preflight.checks import Check
 
 
 @dataclass(frozen=True)
-class Brought:
-    """One argument that names such a thing."""
+class UserCode:
+    """An argument that names code of the user's."""
 
     check: str
     argument: str
     module: str
-    """What the host's Python runs, with the name as its word."""
-    wanted: Callable[[Any], bool]
-    """Whether somebody else brings it."""
+    """Module that the host's Python runs, with the argument's value as its argument."""
+    applies: Callable[[Any], bool]
+    """Predicate on the arguments: true if the named code comes from the user."""
 
-    def words(self, experiment: Experiment) -> list[str] | None:
-        """What :attr:`module` is asked; None where nothing is to be brought, or the training
-        program is somebody else's."""
-        args = Arguments.of(experiment)
-        wanted = not experiment.task.external and self.wanted(args)
-        return [str(args[self.argument])] if wanted else None
+    def query_words(self, experiment: Experiment) -> list[str] | None:
+        """Return the arguments of :attr:`module`, or None if the code is built in or the training
+        program is foreign.
+        """
+        args = experiment.train
+        needed = not experiment.task.external and self.applies(args)
+        return [str(args[self.argument])] if needed else None
 
-    def look(self, experiment: Experiment, _: HostPlan, facts: Facts) -> Check:
-        """The check that a host's answer comes to."""
-        args = Arguments.of(experiment)
-        told = facts.answer(self.check) or {"problem": "its Python was not asked"}
-        if problem := told.get("problem"):
-            found = str(args.problem(self.argument, problem))
-            return Check(self.check, False, found, str(told.get("hint") or ""))
-        return Check(self.check, True, f"{args[self.argument]}: {told['found']}")
-
-
-def _is_anothers(values: Arguments) -> bool:
-    return values["family"] not in FAMILIES.own
+    def check_host(self, experiment: Experiment, _: HostPlan, facts: HostFacts) -> Check:
+        """Return the check of one host, from its reply."""
+        args = experiment.train
+        reply = facts.module_reply(self.check) or {"problem": "its Python was not asked"}
+        if problem := reply.get("problem"):
+            problem_text = str(args.problem(self.argument, problem))
+            return Check(self.check, False, problem_text, str(reply.get("hint") or ""))
+        return Check(self.check, True, f"{args[self.argument]}: {reply['found']}")
 
 
-ALL = (
-    Brought("family", "family", "flagscale.train.models.check", _is_anothers),
-    Brought("data", NAME, "flagscale.train.data.check", is_external),
+def _is_external_family(values: TrainArguments) -> bool:
+    return values["family"] not in MODEL_FAMILIES.builtin
+
+
+USER_CODE = (
+    UserCode("family", "family", "flagscale.train.models.check", _is_external_family),
+    UserCode("data", EXTERNAL_DATA, "flagscale.train.data.check", uses_external_data),
 )

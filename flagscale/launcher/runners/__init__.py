@@ -1,1 +1,1 @@
-"""Ways of starting a plan's hosts, one file each, with the same verbs: see :mod:`.base`."""
+"""Runners: implementations of :class:`.base.Runner` that start a plan on its hosts."""

@@ -1,4 +1,4 @@
-"""How the hosts of a run are reached: what its handle says, and what follows from it."""
+"""Conversion between a run's hosts, its runner handle and the endpoints to connect to."""
 
 from __future__ import annotations
 
@@ -9,45 +9,56 @@ from typing import Any
 from flagscale.config.schema import Experiment
 from flagscale.errors import RunStateError, UnreachableError
 from flagscale.hosts import processes
-from flagscale.hosts.executor import Endpoint
+from flagscale.hosts.connection import Endpoint
 from flagscale.hosts.fan_out import Hosts
 from flagscale.hosts.hostfile import Host, is_local_only
 from flagscale.launcher.planning.model import RunnerHandle
 from flagscale.launcher.state import RunState
 
 
-def handle(experiment: Experiment, hosts: Sequence[Host]) -> RunnerHandle:
-    """The handle of a run on ``hosts``. This machine needs no SSH where it is the only one, unless
-    the user asks for SSH to the hosts of a hostfile."""
+def make_handle(experiment: Experiment, hosts: Sequence[Host]) -> RunnerHandle:
+    """Return the handle of a run on ``hosts``.
+
+    If this machine is the only host, it is not reached over SSH, unless the user requests SSH to
+    the hosts of a hostfile.
+    """
     runner = experiment.runner
-    asked = runner.type == "ssh" and runner.hostfile is not None
-    if is_local_only(hosts) and not asked:
+    ssh_requested = runner.type == "ssh" and runner.hostfile is not None
+    if is_local_only(hosts) and not ssh_requested:
         return RunnerHandle("local", {"machine": os.uname().nodename})
-    ways = [_way(host, runner.ssh_port) for host in hosts]
-    found: dict[str, Any] = {"hosts": ways} if any(ways) else {}
+    host_options = [_endpoint_options(host, runner.ssh_port) for host in hosts]
+    handle: dict[str, Any] = {"hosts": host_options} if any(host_options) else {}
     if runner.ssh_config is not None:
-        found["config"] = str(runner.ssh_config)
-    return RunnerHandle("ssh", found)
+        handle["config"] = str(runner.ssh_config)
+    return RunnerHandle("ssh", handle)
 
 
-def _way(host: Host, ssh_port: int | None) -> dict[str, Any]:
-    """What the hostfile says of how a host is reached; ``ssh_port``: where it names no port."""
+def _endpoint_options(host: Host, ssh_port: int | None) -> dict[str, Any]:
+    """Return the hostfile's connection options of a host.
+
+    ``ssh_port`` is the port if the hostfile does not name one.
+    """
     port = host.port or (ssh_port if host.via is None else None)
-    way = {"via": host.via, "user": host.user, "port": port, "proxy": host.proxy}
-    return {name: value for name, value in way.items() if value is not None}
+    options = {"via": host.via, "user": host.user, "port": port, "proxy": host.proxy}
+    return {name: value for name, value in options.items() if value is not None}
 
 
-def is_here(runner: RunnerHandle) -> bool:
-    """Whether the only host is this machine, reached without SSH."""
+def is_local(runner: RunnerHandle) -> bool:
+    """Return True if the only host is this machine, without SSH."""
     return runner.type == "local"
 
 
-def require_here(state: RunState) -> None:
-    """Raise :class:`UnreachableError` for a run of another machine's own, of which only files that
-    machines share tell here."""
+def require_same_machine(state: RunState) -> None:
+    """Check that a run without SSH was started on this machine.
+
+    Its state may be visible on other machines through a shared file system.
+
+    Raises:
+        UnreachableError: If the run was started on another machine.
+    """
     machine = state.runner.handle.get("machine")
     boots = {host.boot_id for host in state.hosts} - {None}
-    if machine not in (None, os.uname().nodename) and boots.isdisjoint({processes.boot_id()}):
+    if machine not in (None, os.uname().nodename) and boots.isdisjoint({processes.read_boot_id()}):
         raise UnreachableError(
             f"run {state.run_id} was started on {machine}, which this machine, "
             f"{os.uname().nodename}, cannot ask",
@@ -55,14 +66,17 @@ def require_here(state: RunState) -> None:
         )
 
 
-def reach(runner: RunnerHandle, names: Sequence[str]) -> Hosts:
-    """The hosts of a run, to be connected to when they are first asked. Raises
-    :class:`RunStateError` for a handle that is not of this version."""
-    ways = runner.handle.get("hosts") or [{}] * len(names)
+def open_hosts(runner: RunnerHandle, names: Sequence[str]) -> Hosts:
+    """Return the hosts of a run; connections are opened on first use.
+
+    Raises:
+        RunStateError: If the handle was written by another version.
+    """
+    host_options = runner.handle.get("hosts") or [{}] * len(names)
     try:
         endpoints = [
-            Endpoint(name, **{"via": runner.type, **way})
-            for name, way in zip(names, ways, strict=True)
+            Endpoint(name, **{"via": runner.type, **options})
+            for name, options in zip(names, host_options, strict=True)
         ]
     except (TypeError, ValueError) as error:
         raise RunStateError(f"the run was started by another version: {error}") from error

@@ -1,8 +1,8 @@
-"""Runs a plan on hosts, this machine or others behind SSH: one program a host an action.
+"""Runner for hosts that are reached directly: this machine, or others over SSH.
 
-The files of a run are read on this machine: where they are shared they lie here, and where they
-are not each look brings what is new, see :mod:`.programs.look`. What only a host can tell is
-whether anything of the run lives there.
+Each action sends one program per host. The files of a run are read on this machine. Without a
+shared file system, each probe fetches the new parts of them, see :mod:`.programs.probe_run`. The
+host itself always determines whether processes of the run are alive.
 """
 
 from __future__ import annotations
@@ -21,44 +21,43 @@ from flagscale.config.schema import PROJECT, Experiment
 from flagscale.errors import FlagscaleError, RunStateError, UnreachableError
 from flagscale.files import write_atomic
 from flagscale.hosts import probe, processes
-from flagscale.hosts.executor import Executor
-from flagscale.hosts.fan_out import Hosts, describe, require_all
-from flagscale.hosts.processes import Swept
+from flagscale.hosts.connection import HostConnection
+from flagscale.hosts.fan_out import Hosts, format_host_errors, raise_host_errors
+from flagscale.hosts.processes import KilledProcesses
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.planning.model import LaunchPlan
 from flagscale.launcher.runners import endpoints
-from flagscale.launcher.runners.base import Prepared, Texts
-from flagscale.launcher.runners.programs import look as looking
-from flagscale.launcher.runners.programs import start, stop
-from flagscale.launcher.runners.programs.look import ProbeRequest, ProbeResult
+from flagscale.launcher.runners.base import ConfigTexts, PreparedRun
+from flagscale.launcher.runners.programs import probe_run, start, stop
+from flagscale.launcher.runners.programs.probe_run import ProbeRequest, ProbeResult
 from flagscale.launcher.state import (
     RunState,
     alive_message,
-    keep_plan,
     load_state,
+    make_state,
     new_run_id,
+    save_plan,
     start_lock,
-    state_of,
 )
 
 if TYPE_CHECKING:
-    from flagscale.launcher.preflight.host_probe import Survey
+    from flagscale.launcher.preflight.host_probe import HostReplies
     from flagscale.launcher.snapshot import EventReader, Snapshot
-    from flagscale.launcher.stop_result import Stopped
+    from flagscale.launcher.stop_result import StopResult
 
-# Between looks at hosts that nobody asked for; more hosts are looked at less often.
-_PAUSE_SECONDS = 1.0
-_PAUSE_HERE_SECONDS = 0.25
-_HOSTS_A_SECOND = 64
+# Minimum interval between periodic probes; it grows with the number of hosts.
+_PROBE_SECONDS = 1.0
+_LOCAL_PROBE_SECONDS = 0.25
+_HOSTS_PER_SECOND = 64
 
 
 class HostRunner:
-    """Starts, watches and ends a run on hosts that executors reach."""
+    """Starts, watches and ends runs on hosts through a :class:`HostConnection` each."""
 
     def __init__(self) -> None:
         self._hosts: Hosts | None = None
-        self._looks: dict[int, ProbeResult] = {}
-        self._looked = float("-inf")
+        self._results: dict[int, ProbeResult] = {}
+        self._probed_at = float("-inf")
         self._reader: EventReader | None = None
         self._children: dict[int, Popen[bytes]] = {}
         """Scripts that end with this process, by node rank."""
@@ -71,79 +70,86 @@ class HostRunner:
     # -- before a run ---------------------------------------------------------------------------
 
     def plan(self, experiment: Experiment) -> LaunchPlan:
-        from flagscale.launcher.plan_builder import hosts_of, unprobed_plan
+        from flagscale.launcher.plan_builder import build_unprobed_plan, select_hosts
 
-        hosts = hosts_of(experiment)
-        handle = endpoints.handle(experiment, hosts)
-        return unprobed_plan(experiment, hosts, handle, here=endpoints.is_here(handle))
+        hosts = select_hosts(experiment)
+        handle = endpoints.make_handle(experiment, hosts)
+        return build_unprobed_plan(experiment, hosts, handle, here=endpoints.is_local(handle))
 
     @contextmanager
     def prepare(
         self, experiment: Experiment, *, checking: bool, fresh: bool = False
-    ) -> Iterator[Prepared]:
-        from flagscale.launcher.plan_builder import checked, hosts_of, loopback_notes
-        from flagscale.launcher.preflight.host_probe import plan_of, survey
+    ) -> Iterator[PreparedRun]:
+        from flagscale.launcher.plan_builder import check_plan, note_loopback_address, select_hosts
+        from flagscale.launcher.preflight.host_probe import build_plan, query_hosts
         from flagscale.launcher.preflight.hosts import check_hosts, require_usable
 
-        hosts = hosts_of(experiment)
-        handle = endpoints.handle(experiment, hosts)
-        with endpoints.reach(handle, [host.name for host in hosts]) as reached:
-            here = endpoints.is_here(handle)
-            found = survey(experiment, hosts, reached, here=here, thorough=checking, fresh=fresh)
-            made = plan_of(experiment, found, new_run_id(), handle)
-            # A preflight knows whether the hosts are one machine.
-            made = checked(experiment, made, *(() if checking else loopback_notes(made)))
-            ready = Prepared(made, copy_code=lambda: _copy_code(experiment, found, reached))
+        hosts = select_hosts(experiment)
+        handle = endpoints.make_handle(experiment, hosts)
+        with endpoints.open_hosts(handle, [host.name for host in hosts]) as connected:
+            here = endpoints.is_local(handle)
+            probe_results = query_hosts(
+                experiment, hosts, connected, here=here, thorough=checking, fresh=fresh
+            )
+            plan = build_plan(experiment, probe_results, new_run_id(), handle)
+            # A preflight detects by itself whether the hosts are one machine.
+            plan = check_plan(experiment, plan, *(() if checking else note_loopback_address(plan)))
+            prepared = PreparedRun(
+                plan, copy_code=lambda: _copy_code(experiment, probe_results, connected)
+            )
             if checking:
-                previous = load_state(made.layout.state)
-                ready.checks = check_hosts(experiment, made, found, previous)
+                previous = load_state(plan.layout.state)
+                prepared.checks = check_hosts(experiment, plan, probe_results, previous)
             else:
-                require_usable(experiment, found)
-            self._hosts = reached
-            yield ready
+                require_usable(experiment, probe_results)
+            self._hosts = connected
+            yield prepared
 
     # -- start --------------------------------------------------------------------------------
 
-    def submit(self, plan: LaunchPlan, texts: Texts, *, foreground: bool = False) -> RunState:
-        """Start the run, detached on every host: it lives on when this process ends. Only in the
-        foreground, on this very machine, it ends with it."""
-        from flagscale.hosts.local import LocalExecutor
+    def submit(self, plan: LaunchPlan, texts: ConfigTexts, *, foreground: bool = False) -> RunState:
+        """Start the run, detached on every host, so that it outlives this process.
+
+        In the foreground on this machine, the script is a child process and ends with this one.
+        """
+        from flagscale.hosts.local import LocalConnection
 
         layout = plan.layout
-        began = time.monotonic()
+        start_time = time.monotonic()
         with start_lock(layout):
             previous = load_state(layout.state)
-            self._write(plan, texts, previous)
-            state = state_of(plan)
-            # Saved before anything starts: a launch that dies here still leaves a run to stop.
+            self._write_files(plan, texts, previous)
+            state = make_state(plan)
+            # Saved before anything starts, so that the run can be stopped if this launcher dies
+            # here.
             state.save(layout.state)
-            programs = _programs(plan, texts, previous, tied=foreground)
+            programs = _start_programs(plan, texts, previous, tied=foreground)
 
-            def begin(number: int, executor: Executor) -> start.Started:
-                if foreground and isinstance(executor, LocalExecutor):
-                    result, self._children[number] = executor.run_tied(programs[number])
+            def start_host(number: int, connection: HostConnection) -> start.ScriptProcess:
+                if foreground and isinstance(connection, LocalConnection):
+                    result, self._children[number] = connection.run_tied(programs[number])
                 else:
-                    result = executor.run_script(programs[number], timeout=start.SECONDS)
-                return start.read(executor.name, result)
+                    result = connection.run_script(programs[number], timeout=start.SECONDS)
+                return start.parse_result(connection.name, result)
 
-            started, errors = self._reach(state).each(begin)
+            started, errors = self._open_hosts(state).each(start_host)
             hosts = list(state.hosts)
-            for number, one in started.items():
-                hosts[number] = replace(hosts[number], **vars(one))
+            for number, process in started.items():
+                hosts[number] = replace(hosts[number], **vars(process))
             state = replace(state, hosts=tuple(hosts))
             state.save(layout.state)
         if errors:
-            self._give_up(state, errors, previous)
-        if not endpoints.is_here(state.runner):
-            text = f"started on {len(started)} host(s) in {time.monotonic() - began:.2f} s"
-            print(text, file=sys.stderr, flush=True)
+            self._abort_start(state, errors, previous)
+        if not endpoints.is_local(state.runner):
+            summary = f"started on {len(started)} host(s) in {time.monotonic() - start_time:.2f} s"
+            print(summary, file=sys.stderr, flush=True)
         return state
 
-    def _write(self, plan: LaunchPlan, texts: Texts, previous: RunState | None) -> None:
-        """What this machine keeps of the plan; with shared files that is what the hosts see."""
-        keep_plan(plan, texts.config, texts.overrides)
+    def _write_files(self, plan: LaunchPlan, texts: ConfigTexts, previous: RunState | None) -> None:
+        """Write the plan's files on this machine; on a shared file system the hosts see them."""
+        save_plan(plan, texts.config, texts.overrides)
         if plan.shared_fs:
-            # Hosts write their scripts themselves; making them executable is done for all here.
+            # Hosts write the scripts themselves; they are made executable here, once for all hosts.
             for host in plan.hosts:
                 host.script.touch(mode=0o700)
             return
@@ -154,25 +160,34 @@ class HostRunner:
         for old in previous.hosts if previous is not None else ():
             old.set_output_aside()
 
-    def _give_up(
+    def _abort_start(
         self, state: RunState, errors: Mapping[int, FlagscaleError], previous: RunState | None
     ) -> None:
-        """Not every host started: half a job would wait for the others for ever."""
+        """Stop a run of which some hosts did not start, since the others would wait for them
+        forever.
+
+        Raises:
+            RunStateError: If a previous run is alive on all of these hosts, or the only host is
+                local.
+            UnreachableError: Otherwise, with the reason of each host.
+        """
         names = [host.name for host in state.hosts]
-        ended = self.stop(state)
-        refused = [isinstance(e, start.StartError) and e.beside for e in errors.values()]
+        stopped = self.stop(state)
+        refused = [isinstance(e, start.StartError) and e.already_running for e in errors.values()]
         if any(refused) and previous is not None:
-            # What lives is the run before: it is the one to query and to stop.
+            # The previous run is alive, so `query` and `stop` have to find its state.
             previous.save(Layout(state.exp_dir).state)
             if all(refused):
                 message, hint = alive_message(previous, [names[number] for number in errors])
                 raise RunStateError(message, hint=hint)
-        text = f"run {state.run_id} was not started on {len(errors)} of {len(names)} host(s), "
-        text += "and was stopped on the others"
-        if len(ended.unreachable) > len(errors):
+        text = (
+            f"run {state.run_id} was not started on {len(errors)} of {len(names)} host(s), "
+            "and was stopped on the others"
+        )
+        if len(stopped.unreachable) > len(errors):
             text += ", except on those that do not answer"
-        kind = RunStateError if endpoints.is_here(state.runner) else UnreachableError
-        raise kind(f"{text}\n{describe(errors, names)}")
+        error_type = RunStateError if endpoints.is_local(state.runner) else UnreachableError
+        raise error_type(f"{text}\n{format_host_errors(errors, names)}")
 
     def await_hosts(self, state: RunState) -> RunState:
         return state
@@ -180,172 +195,192 @@ class HostRunner:
     # -- watch --------------------------------------------------------------------------------
 
     def query(self, state: RunState, *, with_lines: bool = False) -> Snapshot:
-        from flagscale.launcher.snapshot import EventReader, take
+        from flagscale.launcher.snapshot import EventReader, take_snapshot
 
         shared = state.shared_fs
         request = ProbeRequest(fetch=not shared, last_line=with_lines and not shared)
-        self._refresh(state, request)
+        self._probe_if_stale(state, request)
         if self._reader is None:
             self._reader = EventReader(state.hosts)
-        return take(state, self._looks, self._reader, with_lines=with_lines and shared)
+        return take_snapshot(state, self._results, self._reader, with_lines=with_lines and shared)
 
     def bring_output(self, state: RunState) -> None:
         if state.shared_fs:
             return
-        self._look(state, ProbeRequest(fetch=True, output=True))
+        self._probe_hosts(state, ProbeRequest(fetch=True, output=True))
         names = [host.name for host in state.hosts]
-        errors = {number: one.error for number, one in self._looks.items() if one.error is not None}
+        errors = {
+            number: result.error
+            for number, result in self._results.items()
+            if result.error is not None
+        }
         if errors:
-            print(f"warning: no news from\n{describe(errors, names)}", file=sys.stderr)
+            print(f"warning: no news from\n{format_host_errors(errors, names)}", file=sys.stderr)
 
     def ended(self, state: RunState, *, any_host: bool = False) -> bool:
         if len(self._children) == len(state.hosts):
-            gone = [child.poll() is not None for child in self._children.values()]
+            ended = [child.poll() is not None for child in self._children.values()]
         else:
             fetch = not state.shared_fs
-            self._refresh(state, ProbeRequest(fetch=fetch, output=fetch))
-            gone = [self._gone(state, number) for number in range(len(state.hosts))]
-        return any(gone) if any_host else all(gone)
+            self._probe_if_stale(state, ProbeRequest(fetch=fetch, output=fetch))
+            ended = [self._script_ended(state, number) for number in range(len(state.hosts))]
+        return any(ended) if any_host else all(ended)
 
-    def _gone(self, state: RunState, number: int) -> bool:
-        look = self._looks.get(number)
-        if look is None or look.alive == "script":
-            # The job may have ended, but not yet what follows it.
+    def _script_ended(self, state: RunState, number: int) -> bool:
+        result = self._results.get(number)
+        if result is None or result.alive == "script":
+            # The job may have ended, but after_stop may still be running.
             return False
-        left = bool(look.alive or look.trouble)
-        return not left or state.hosts[number].exit() is not None
+        may_be_alive = bool(result.alive or result.trouble)
+        return not may_be_alive or state.hosts[number].exit() is not None
 
     def rank_count(self, state: RunState) -> int:
-        self._look(state, ProbeRequest(fetch=not state.shared_fs, count=True))
-        return sum(look.ranks or 0 for look in self._looks.values())
+        self._probe_hosts(state, ProbeRequest(fetch=not state.shared_fs, count=True))
+        return sum(result.ranks or 0 for result in self._results.values())
 
     def wait(self, state: RunState) -> int:
-        from flagscale.launcher.failures import first_failure, job_code
+        from flagscale.launcher.failures import compute_job_code, find_first_failure
 
         while not self.ended(state):
             time.sleep(processes.POLL_SECONDS)
         exits = [host.exit() for host in state.hosts]
-        code = job_code(state, exits, first_failure(state, {})) or 0
-        untold = exits.count(None)
-        if code or not untold:
+        code = compute_job_code(state, exits, find_first_failure(state, {})) or 0
+        unrecorded = exits.count(None)
+        if code or not unrecorded:
             return code
-        # Of a script that could not write it down, on a full disk, its parent knows the code.
+        # If a script could not record its exit code on a full disk, its parent still gets it.
         codes = [child.wait() for child in self._children.values()]
-        known = len(codes) >= untold
-        return next((code if code > 0 else 128 - code for code in codes if code), 0 if known else 1)
+        default = 0 if len(codes) >= unrecorded else 1
+        return next((code if code > 0 else 128 - code for code in codes if code), default)
 
-    def _refresh(self, state: RunState, request: ProbeRequest) -> None:
-        """Look again, unless that was done a moment ago."""
-        pause = _PAUSE_HERE_SECONDS if endpoints.is_here(state.runner) else _PAUSE_SECONDS
-        if time.monotonic() - self._looked >= max(pause, len(state.hosts) / _HOSTS_A_SECOND):
-            self._look(state, request)
+    def _probe_if_stale(self, state: RunState, request: ProbeRequest) -> None:
+        """Probe the hosts, unless they were probed a moment ago."""
+        pause = _LOCAL_PROBE_SECONDS if endpoints.is_local(state.runner) else _PROBE_SECONDS
+        if time.monotonic() - self._probed_at >= max(pause, len(state.hosts) / _HOSTS_PER_SECOND):
+            self._probe_hosts(state, request)
 
-    def _look(self, state: RunState, request: ProbeRequest) -> None:
-        def see(number: int, executor: Executor) -> ProbeResult:
-            return looking.look(executor, state, state.hosts[number], request)
+    def _probe_hosts(self, state: RunState, request: ProbeRequest) -> None:
+        """Probe all hosts, and again those that have more to fetch."""
 
-        hosts = self._reach(state)
+        def probe_host(number: int, connection: HostConnection) -> ProbeResult:
+            return probe_run.probe_run(connection, state, state.hosts[number], request)
+
+        hosts = self._open_hosts(state)
         numbers: Sequence[int] = range(len(state.hosts))
         for _ in range(1000):
-            looks, errors = hosts.each(see, numbers)
-            self._looks.update(looks)
-            self._looks.update({number: ProbeResult.failed(e) for number, e in errors.items()})
-            numbers = [number for number in looks if looks[number].more]
+            results, errors = hosts.each(probe_host, numbers)
+            self._results.update(results)
+            self._results.update({number: ProbeResult.failed(e) for number, e in errors.items()})
+            numbers = [number for number in results if results[number].more]
             if not numbers:
                 break
-        self._looked = time.monotonic()
+        self._probed_at = time.monotonic()
 
     # -- stop ---------------------------------------------------------------------------------
 
-    def stop(self, state: RunState) -> Stopped:
-        """End the run on every host that answers; those that do not are named."""
-        from flagscale.launcher.stop_result import Stopped, killed_ranks, record_stop
+    def stop(self, state: RunState) -> StopResult:
+        """End the run on every host that answers, and report the hosts that do not."""
+        from flagscale.launcher.stop_result import StopResult, killed_ranks, record_stop
 
         stopping = replace(state, stop_requested=round(time.time(), 3))
         unrecorded = record_stop(stopping)
         began = time.monotonic()
 
-        def end(number: int, executor: Executor) -> Swept | None:
-            here = reached.endpoints[number].via == "local"
-            spared = [os.getpid(), *processes.ancestors(os.getpid())] if here else ()
-            return stop.stop(executor, state, state.hosts[number], spared)
+        def stop_host(number: int, connection: HostConnection) -> KilledProcesses | None:
+            spared: Sequence[int] = ()
+            if hosts.endpoints[number].via == "local":
+                spared = [os.getpid(), *processes.find_ancestors(os.getpid())]
+            return stop.stop_on_host(connection, state, state.hosts[number], spared)
 
-        reached = self._reach(state)
-        swept, errors = reached.each(end)
-        self._looked = float("-inf")
-        ended = [(number, one) for number, one in sorted(swept.items()) if one is not None]
-        found = {state.hosts[number].name: one for number, one in ended}
-        if not found and not errors:
-            # It had ended before: whoever looks at it later must not take that for a stop.
+        hosts = self._open_hosts(state)
+        results, errors = hosts.each(stop_host)
+        self._probed_at = float("-inf")
+        swept = {
+            state.hosts[number].name: result
+            for number, result in sorted(results.items())
+            if result is not None
+        }
+        if not swept and not errors:
+            # The run had ended before, so its state must not record a stop.
             record_stop(state)
-            return Stopped()
+            return StopResult()
         if unrecorded is not None:
             unrecorded = record_stop(stopping)
         killed: dict[str, tuple[int, ...]] = {}
         waited = time.monotonic() - began >= state.stop_grace
-        if waited or any(one.killed for one in found.values()):
-            # What is left out if these files cannot be read or brought is a warning.
+        if waited or any(host_swept.killed for host_swept in swept.values()):
+            # These files only serve a warning, so errors of reading or fetching are ignored.
             with suppress(OSError):
                 if not state.shared_fs:
-                    self._look(state, ProbeRequest(fetch=True))
+                    self._probe_hosts(state, ProbeRequest(fetch=True))
                 killed = {
-                    host.name: killed_ranks(host, found[host.name])
+                    host.name: killed_ranks(host, swept[host.name])
                     for host in state.hosts
-                    if host.name in found
+                    if host.name in swept
                 }
-        return Stopped(found, [errors[number] for number in sorted(errors)], killed, unrecorded)
+        return StopResult(swept, [errors[number] for number in sorted(errors)], killed, unrecorded)
 
-    def _reach(self, state: RunState) -> Hosts:
+    def _open_hosts(self, state: RunState) -> Hosts:
         if self._hosts is None:
-            if endpoints.is_here(state.runner):
-                endpoints.require_here(state)
-            self._hosts = endpoints.reach(state.runner, [host.name for host in state.hosts])
+            if endpoints.is_local(state.runner):
+                endpoints.require_same_machine(state)
+            self._hosts = endpoints.open_hosts(state.runner, [host.name for host in state.hosts])
         return self._hosts
 
 
-def _programs(
-    plan: LaunchPlan, texts: Texts, previous: RunState | None, *, tied: bool
+def _start_programs(
+    plan: LaunchPlan, texts: ConfigTexts, previous: RunState | None, *, tied: bool
 ) -> list[str]:
-    """What each host is told to do to start its script."""
+    """Return the program for each host that writes its files and starts its script."""
     from flagscale.launcher.planning.script import render
 
-    old = {host.name: host for host in previous.hosts} if previous else {}
-    more: dict[Path, str] = {}
+    previous_hosts = {host.name: host for host in previous.hosts} if previous else {}
+    plan_files: dict[Path, str] = {}
     if not plan.shared_fs:
         layout = plan.layout
-        more = {
+        plan_files = {
             layout.plan: layout.plan.read_text(encoding="utf-8"),
             layout.config: texts.config,
             layout.overrides: texts.overrides,
         }
-    tied = tied and endpoints.is_here(plan.runner)
+    tied = tied and endpoints.is_local(plan.runner)
     return [
-        start.text(
+        start.render_start(
             host,
             plan.run_id,
-            {**more, host.script: render(plan, host)},
-            previous=old.get(host.name),
+            {**plan_files, host.script: render(plan, host)},
+            previous=previous_hosts.get(host.name),
             tied=tied,
         )
         for host in plan.hosts
     ]
 
 
-def _copy_code(experiment: Experiment, found: Survey, reached: Hosts) -> None:
-    """Copy the code to every host whose code differs, where the runner is to do that."""
-    from flagscale.launcher.preflight.host_probe import python_of, syncs
+def _copy_code(experiment: Experiment, probe_results: HostReplies, hosts: Hosts) -> None:
+    """Copy the code to every host whose code differs, if the runner is configured to do so."""
+    from flagscale.launcher.preflight.host_probe import copies_code, rank_python
     from flagscale.launcher.runners.programs import code
 
-    if not syncs(experiment, here=found.here):
+    if not copies_code(experiment, here=probe_results.here):
         return
-    files = probe.manifest(str(PROJECT))
-    digest = probe.digest_of(files)
-    behind = [n for n, f in found.facts.items() if f.python is None or f.python.code != digest]
+    files = probe.build_manifest(str(PROJECT))
+    digest = probe.digest_manifest(files)
+    outdated = [
+        number
+        for number, facts in probe_results.facts.items()
+        if facts.python is None or facts.python.code != digest
+    ]
 
-    def copy(number: int, executor: Executor) -> int:
-        own = found.settings[number]
-        project, python = own.build_dir or PROJECT, python_of(own)
-        return code.sync(executor, PROJECT, files, project=project, python=python, setup=own.setup)
+    def copy_to_host(number: int, connection: HostConnection) -> int:
+        settings = probe_results.settings[number]
+        return code.sync_code(
+            connection,
+            PROJECT,
+            files,
+            project=settings.build_dir or PROJECT,
+            python=rank_python(settings),
+            setup=settings.setup,
+        )
 
-    _, errors = reached.each(copy, behind)
-    require_all(errors, found.names, "the code could not be copied")
+    _, errors = hosts.each(copy_to_host, outdated)
+    raise_host_errors(errors, probe_results.names, "the code could not be copied")

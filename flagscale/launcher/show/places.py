@@ -1,4 +1,4 @@
-"""Where a person finds what a run wrote."""
+"""Paths of a run's output, printed when a run starts or ends."""
 
 from __future__ import annotations
 
@@ -6,52 +6,53 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from flagscale.checkpoints import Checkpoints
+from flagscale.checkpoints import CheckpointDirectory
 from flagscale.errors import CheckpointError
 from flagscale.launcher.planning.model import LaunchPlan
 from flagscale.launcher.state import RunState
 
 
-def written(plan: LaunchPlan, state: RunState) -> list[tuple[str, Path]]:
-    """The script, logs, TensorBoard files and newest checkpoint of a run, those that exist."""
+def find_output_paths(plan: LaunchPlan, state: RunState) -> list[tuple[str, Path]]:
+    """Return the script, logs, TensorBoard files and newest checkpoint of a run, if they exist."""
     host = state.hosts[0]
     program = plan.hosts[0].program
-    found = [
+    candidates = [
         ("script", host.script),
         ("output", host.output),
         ("logs of ranks", host.run_dir / "ranks"),
-        *(("TensorBoard", path) for path in _option(program, "--tensorboard-dir")),
-        *(_newest(path) for path in _option(program, "--save")),
+        *(("TensorBoard", path) for path in _option_values(program, "--tensorboard-dir")),
+        *(_newest_checkpoint(path) for path in _option_values(program, "--save")),
     ]
-    return [(label, path) for label, path in found if path.exists()]
+    return [(label, path) for label, path in candidates if path.exists()]
 
 
-def _option(program: Sequence[str], flag: str) -> Iterator[Path]:
-    """The value of a flag of the training program, if it was given."""
+def _option_values(program: Sequence[str], flag: str) -> Iterator[Path]:
+    """Yield the values of a flag of the training program."""
     for word, following in pairwise(program):
         if word == flag:
             yield Path(following)
 
 
-def _newest(directory: Path) -> tuple[str, Path]:
-    """The checkpoint that would be loaded, as far as that shows without torch; the directory where
-    none would be."""
+def _newest_checkpoint(directory: Path) -> tuple[str, Path]:
+    """Return the checkpoint that would be loaded, as far as that is known without torch, otherwise
+    the directory.
+    """
     try:
-        # Of another program's nothing is known that is quick to look at.
-        newest = Checkpoints(directory).find(foreign=False)
+        # Checkpoints of other programs have no manifest that can be checked quickly.
+        newest = CheckpointDirectory(directory).find_latest(verify_without_manifest=False)
     except (OSError, CheckpointError):
         newest = None
     return ("checkpoints", directory) if newest is None else ("checkpoint", newest.path)
 
 
-def lines(plan: LaunchPlan, state: RunState) -> Iterator[str]:
-    """The same, to print, relative to the directory the user is in where that is shorter."""
-    places = written(plan, state)
+def format_output_paths(plan: LaunchPlan, state: RunState) -> Iterator[str]:
+    """Yield these paths as lines to print, relative to the working directory if that is shorter."""
+    places = find_output_paths(plan, state)
     width = max((len(label) for label, _ in places), default=0)
     for label, path in places:
-        yield f"  {label + ':':{width + 1}} {_near(path)}"
+        yield f"  {label + ':':{width + 1}} {_relative_if_below(path)}"
 
 
-def _near(path: Path) -> Path:
+def _relative_if_below(path: Path) -> Path:
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

@@ -1,4 +1,4 @@
-"""A progress bar below the output of a run in the foreground, where somebody watches."""
+"""Progress bar below the output of a foreground run, on a terminal."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ _REFRESH_PER_SECOND = 2
 
 
 @contextmanager
-def shown(query: Callable[[], Snapshot]) -> Iterator[Callable[[str], None]]:
-    """Gives the function that prints a line of output. In a terminal a bar stays below the lines
-    and tells the step, the loss and the pace; elsewhere there are the lines alone."""
+def progress_display(query: Callable[[], Snapshot]) -> Iterator[Callable[[str], None]]:
+    """Provide the function that prints a line of output.
+
+    On a terminal, a bar with step, loss and speed stays below the lines; elsewhere only the lines
+    are printed.
+    """
     if not sys.stdout.isatty():
         yield lambda line: print(line, flush=True)
         return
@@ -36,7 +39,7 @@ def shown(query: Callable[[], Snapshot]) -> Iterator[Callable[[str], None]]:
             description=now.phase.value,
             completed=now.step or 0,
             total=now.train_steps,
-            note=_note(now),
+            note=_format_note(now),
         )
         return bar
 
@@ -46,12 +49,12 @@ def shown(query: Callable[[], Snapshot]) -> Iterator[Callable[[str], None]]:
         yield lambda line: live.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _note(now: Snapshot) -> str:
-    from flagscale.launcher.show.view import duration
+def _format_note(now: Snapshot) -> str:
+    from flagscale.launcher.show.view import format_duration
 
     parts = [
         "" if now.loss is None else f"loss {now.loss:.4f}",
         "" if now.tokens_per_second is None else f"{now.tokens_per_second:,.0f} tokens/s",
-        "" if now.eta_seconds is None else f"{duration(now.eta_seconds)} left",
+        "" if now.eta_seconds is None else f"{format_duration(now.eta_seconds)} left",
     ]
     return " · ".join(part for part in parts if part)

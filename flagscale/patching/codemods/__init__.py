@@ -1,1 +1,1 @@
-"""Structural rewrites of a backend's source: one concern a module, one pass over a file."""
+"""Structural rewrites of a backend's source: one concern per module, one pass per file."""

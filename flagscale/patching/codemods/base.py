@@ -1,9 +1,9 @@
-"""What a codemod is, and the one pass over a file that runs all of them.
+"""Base classes of codemods, and the single pass over a file that runs all of them.
 
-A codemod is a small object that says which kinds of syntax node it looks at and returns, for one
-of them, the node itself or its replacement. It never matches text: a name is recognised by what
-the file's imports bind it to (:class:`Bindings`), a literal by where it stands. That is why one
-codemod serves many files and survives a new release of the backend.
+A codemod declares the kinds of syntax node that it handles and returns, for such a node, the node
+or its replacement. It never matches text: names are recognized by the file's imports
+(:class:`Bindings`), literals by their position. Therefore one codemod serves many files and
+survives new releases of the backend.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ from libcst.helpers import get_full_name_for_node
 
 from flagscale.errors import BackendSourceError
 
-#: The device module and the name rewritten files import it under. Not ``device``: that is the
-#: commonest local variable of all in such code.
 DEVICE_PACKAGE = "megatron.core"
+"""Package of the device module, which rewritten files import as :data:`DEVICE_ALIAS`.
+
+The alias is not ``device``, because that is the most common local variable in such code.
+"""
 DEVICE_MODULE = "device"
 DEVICE_ALIAS = "accelerator"
 
 
 @dataclass(frozen=True)
 class Bindings:
-    """What a file's imports bind each name to, and which names it binds in any other way."""
+    """Names that a file binds by imports, and names that it binds in other ways."""
 
     imported: Mapping[str, str]
     rebound: frozenset[str]
-    #: Names the file compares with ``None``.
     tested_for_none: frozenset[str]
+    """Names that the file compares with ``None``."""
 
     @classmethod
-    def of(cls, source: str) -> Bindings:
-        """Read them from ``source``; a name imported as two things counts as rebound.
+    def from_source(cls, source: str) -> Bindings:
+        """Read the bindings of ``source``; a name imported as two things counts as rebound.
 
         Raises:
             SyntaxError: ``source`` is not Python.
@@ -47,32 +49,32 @@ class Bindings:
         rebound: set[str] = set()
         tested: set[str] = set()
         for node in ast.walk(ast.parse(source)):
-            for name, origin in _imports(node):
+            for name, origin in _imported_names(node):
                 if imported.setdefault(name, origin) != origin:
                     rebound.add(name)
-            rebound.update(_bound(node))
-            tested.update(_tested_for_none(node))
+            rebound.update(_bound_names(node))
+            tested.update(_names_compared_with_none(node))
         return cls(imported, frozenset(rebound), frozenset(tested))
 
-    def qualified(self, node: cst.CSTNode) -> str | None:
-        """``torch.cuda.synchronize`` for whichever spelling of it; ``None`` for anything else."""
+    def resolve_name(self, node: cst.CSTNode) -> str | None:
+        """Return the full name, such as ``torch.cuda.synchronize``, or None."""
         dotted = get_full_name_for_node(node) if _is_dotted(node) else None
         if dotted is None:
             return None
-        root, _, rest = dotted.partition(".")
+        root, _, suffix = dotted.partition(".")
         if root not in self.imported or root in self.rebound:
             return None
-        return f"{self.imported[root]}.{rest}" if rest else self.imported[root]
+        return f"{self.imported[root]}.{suffix}" if suffix else self.imported[root]
 
-    def uses(self, name: str) -> bool:
-        """Whether the file binds ``name`` at all."""
+    def binds(self, name: str) -> bool:
+        """Return whether the file binds ``name`` at all."""
         return name in self.imported or name in self.rebound
 
 
 _NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.ExceptHandler)
 
 
-def _imports(node: ast.AST) -> Iterable[tuple[str, str]]:
+def _imported_names(node: ast.AST) -> Iterable[tuple[str, str]]:
     if isinstance(node, ast.Import):
         for alias in node.names:
             root = alias.name.partition(".")[0]
@@ -82,7 +84,7 @@ def _imports(node: ast.AST) -> Iterable[tuple[str, str]]:
             yield alias.asname or alias.name, f"{node.module}.{alias.name}"
 
 
-def _bound(node: ast.AST) -> Iterable[str]:
+def _bound_names(node: ast.AST) -> Iterable[str]:
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         yield node.id
     elif isinstance(node, ast.arg):
@@ -93,7 +95,7 @@ def _bound(node: ast.AST) -> Iterable[str]:
         yield from [node.name] if node.name else []
 
 
-def _tested_for_none(node: ast.AST) -> Iterable[str]:
+def _names_compared_with_none(node: ast.AST) -> Iterable[str]:
     if isinstance(node, ast.Compare) and isinstance(node.left, ast.Name):
         right = node.comparators[0]
         if isinstance(right, ast.Constant) and right.value is None:
@@ -108,23 +110,23 @@ def _is_dotted(node: cst.CSTNode) -> bool:
 
 @dataclass
 class FileContext:
-    """What a codemod may know of the file it works on."""
+    """Context of the node that a codemod handles."""
 
     path: str
     bindings: Bindings
-    #: Nodes around the one in hand, outermost first.
     ancestors: list[cst.CSTNode] = field(default_factory=list)
-    #: How often each codemod changed something.
+    """Enclosing nodes, outermost first."""
     changes: Counter[str] = field(default_factory=Counter)
-    #: Whether something written refers to the device module.
+    """Number of changes per codemod."""
     uses_device: bool = False
+    """True if any replacement refers to the device module."""
 
-    def within(self, *kinds: type[cst.CSTNode]) -> bool:
-        """Whether the node in hand stands inside one of ``kinds``."""
+    def is_within(self, *kinds: type[cst.CSTNode]) -> bool:
+        """Return whether the node is inside one of ``kinds``."""
         return any(isinstance(node, kinds) for node in self.ancestors)
 
-    def function(self) -> str | None:
-        """Name of the innermost function around the node in hand."""
+    def enclosing_function(self) -> str | None:
+        """Return the name of the innermost enclosing function."""
         for node in reversed(self.ancestors):
             if isinstance(node, cst.FunctionDef):
                 return node.name.value
@@ -132,29 +134,54 @@ class FileContext:
 
 
 class Codemod(ABC):
-    """One concern. Stateless: the same object serves every file."""
+    """Rewrite with one concern. Stateless: one object serves every file."""
 
     name: ClassVar[str]
-    #: One line for the summary and the status command.
     summary: ClassVar[str]
+    """One line for the summary and the status command."""
     handles: ClassVar[tuple[type[cst.CSTNode], ...]]
-    #: Whether what it writes refers to the device module, which the file must then import.
     uses_device: ClassVar[bool] = True
+    """True if replacements refer to the device module, which the file must then import."""
 
     @abstractmethod
     def rewrite(
         self, original: cst.CSTNode, updated: cst.CSTNode, context: FileContext
     ) -> cst.CSTNode:
-        """Return ``updated`` or what replaces it; ``original`` is the node before its children."""
+        """Return ``updated`` or its replacement; ``original`` is the node before its children
+        changed.
+        """
+
+
+class KeywordCodemod(Codemod):
+    """Codemod that rewrites the values of one keyword argument."""
+
+    handles: ClassVar[tuple[type[cst.CSTNode], ...]] = (cst.Arg,)
+    keyword: ClassVar[str]
+
+    def rewrite(
+        self, original: cst.CSTNode, updated: cst.CSTNode, context: FileContext
+    ) -> cst.CSTNode:
+        if not isinstance(original, cst.Arg) or not isinstance(updated, cst.Arg):
+            return updated
+        if original.keyword is None or original.keyword.value != self.keyword:
+            return updated
+        value = self.replace_value(original.value, updated.value, context)
+        return updated if value is None else updated.with_changes(value=value)
+
+    @abstractmethod
+    def replace_value(
+        self, original: cst.BaseExpression, updated: cst.BaseExpression, context: FileContext
+    ) -> cst.BaseExpression | None:
+        """Return the new value of the argument, or None to keep it."""
 
 
 def device_name(name: str) -> cst.Attribute:
-    """The expression ``accelerator.<name>``."""
+    """Return the expression ``accelerator.<name>``."""
     return cst.Attribute(cst.Name(DEVICE_ALIAS), cst.Name(name))
 
 
 def device_call(name: str, args: Sequence[cst.Arg] = ()) -> cst.Call:
-    """The expression ``accelerator.<name>(<args>)``."""
+    """Return the expression ``accelerator.<name>(<args>)``."""
     return cst.Call(device_name(name), args)
 
 
@@ -171,8 +198,8 @@ _SKIPPED = (
 )
 
 
-class _Pass(cst.CSTTransformer):
-    """Offers every node, once its children are done, to the codemods that handle its kind."""
+class _CodemodPass(cst.CSTTransformer):
+    """Passes every node, after its children, to the codemods that handle its kind."""
 
     def __init__(self, codemods: Sequence[Codemod], context: FileContext) -> None:
         super().__init__()
@@ -205,44 +232,44 @@ class _Pass(cst.CSTTransformer):
 
 
 @dataclass(frozen=True)
-class Rewritten:
-    """A file after its codemods: the new text, and how often each changed it."""
+class RewriteResult:
+    """Result for one file: the new text and the number of changes per codemod."""
 
     source: str
     changes: Mapping[str, int]
 
 
-def rewrite_source(source: str, codemods: Sequence[Codemod], *, path: str) -> Rewritten:
+def rewrite_source(source: str, codemods: Sequence[Codemod], *, path: str) -> RewriteResult:
     """Run ``codemods`` over one file's text in one pass.
 
     Raises:
         BackendSourceError: the file is not Python, or uses the device module's alias itself.
     """
     try:
-        context = FileContext(path, Bindings.of(source))
+        context = FileContext(path, Bindings.from_source(source))
         module = cst.parse_module(source)
     except (SyntaxError, cst.ParserSyntaxError) as error:
         raise BackendSourceError(f"{path}: not valid Python, so no codemod can run: {error}") from (
             error
         )
-    changed = module.visit(_Pass(codemods, context))
+    changed = module.visit(_CodemodPass(codemods, context))
     if not context.changes:
-        return Rewritten(source, {})
+        return RewriteResult(source, {})
     if context.uses_device:
-        if context.bindings.uses(DEVICE_ALIAS):
+        if context.bindings.binds(DEVICE_ALIAS):
             raise BackendSourceError(
                 f"{path}: binds the name {DEVICE_ALIAS!r} itself, under which rewritten files "
                 f"import the device module",
                 hint="exclude the file in codemods.yaml and adapt it with a patch",
             )
         changed = _with_device_import(changed)
-    return Rewritten(changed.code, dict(context.changes))
+    return RewriteResult(changed.code, dict(context.changes))
 
 
 def _with_device_import(module: cst.Module) -> cst.Module:
-    """Add the device module's import after the file's leading imports.
+    """Add the import of the device module after the file's leading imports.
 
-    An import that follows other statements stays where it is: it may depend on them.
+    Imports that follow other statements stay in place, because they may depend on them.
     """
     at = 1 if module.get_docstring() is not None else 0
     while at < len(module.body) and _is_import(module.body[at]):

@@ -1,4 +1,4 @@
-"""``torch.cuda.<function>`` becomes ``accelerator.<function>``."""
+"""Rewrites of ``torch.cuda.<function>`` to ``accelerator.<function>``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from typing import ClassVar
 
 import libcst as cst
 
-from flagscale.patching.codemods.base import Codemod, FileContext, device_call, device_name
+from flagscale.patching.codemods.base import (
+    Codemod,
+    FileContext,
+    KeywordCodemod,
+    device_call,
+    device_name,
+)
 
 _SAME_NAME = (
     "current_device",
@@ -39,12 +45,12 @@ FUNCTIONS = {f"torch.cuda.{name}": name for name in _SAME_NAME} | {
     "torch.cuda.nvtx.range_pop": "nvtx_range_pop",
     "torch.cuda.nvtx.range": "nvtx_range",
 }
-#: Classes: rewritten where they are called, left where they are named (annotations, isinstance).
 CLASSES = {"torch.cuda.Stream": "Stream", "torch.cuda.Event": "Event"}
+"""Classes: rewritten where they are called, kept where they are named (annotations, isinstance)."""
 
 
 class CudaCalls(Codemod):
-    """Functions wherever they are named, classes where they are instantiated."""
+    """Rewrites functions wherever they are named, and classes where they are instantiated."""
 
     name: ClassVar[str] = "cuda-calls"
     summary: ClassVar[str] = "torch.cuda functions ask the current accelerator"
@@ -54,36 +60,31 @@ class CudaCalls(Codemod):
         self, original: cst.CSTNode, updated: cst.CSTNode, context: FileContext
     ) -> cst.CSTNode:
         if isinstance(original, cst.Call) and isinstance(updated, cst.Call):
-            name = context.bindings.qualified(original.func) or ""
+            name = context.bindings.resolve_name(original.func) or ""
             bare = isinstance(original.func, cst.Name)
             target = CLASSES.get(name) or (FUNCTIONS.get(name) if bare else None)
             return updated.with_changes(func=device_name(target)) if target else updated
-        if context.within(cst.Annotation):
+        if context.is_within(cst.Annotation):
             return updated
-        target = FUNCTIONS.get(context.bindings.qualified(original) or "")
+        target = FUNCTIONS.get(context.bindings.resolve_name(original) or "")
         return device_name(target) if target else updated
 
 
-class BarrierDevices(Codemod):
-    """``device_ids=[torch.cuda.current_device()]``: a list that gloo's barrier refuses."""
+class BarrierDevices(KeywordCodemod):
+    """Rewrites ``device_ids=[torch.cuda.current_device()]``, a list that gloo's barrier refuses."""
 
     name: ClassVar[str] = "barrier-devices"
-    summary: ClassVar[str] = "barriers name a device only where there is one"
-    handles: ClassVar[tuple[type[cst.CSTNode], ...]] = (cst.Arg,)
+    summary: ClassVar[str] = "barriers name a device only if there is one"
+    keyword: ClassVar[str] = "device_ids"
 
-    def rewrite(
-        self, original: cst.CSTNode, updated: cst.CSTNode, context: FileContext
-    ) -> cst.CSTNode:
-        if not isinstance(original, cst.Arg) or not isinstance(updated, cst.Arg):
-            return updated
-        value = original.value
-        if not (
-            original.keyword is not None
-            and original.keyword.value == "device_ids"
-            and isinstance(value, cst.List)
-            and len(value.elements) == 1
-            and isinstance(call := value.elements[0].value, cst.Call)
-            and context.bindings.qualified(call.func) == "torch.cuda.current_device"
+    def replace_value(
+        self, original: cst.BaseExpression, updated: cst.BaseExpression, context: FileContext
+    ) -> cst.BaseExpression | None:
+        if (
+            isinstance(original, cst.List)
+            and len(original.elements) == 1
+            and isinstance(call := original.elements[0].value, cst.Call)
+            and context.bindings.resolve_name(call.func) == "torch.cuda.current_device"
         ):
-            return updated
-        return updated.with_changes(value=device_call("device_ids"))
+            return device_call("device_ids")
+        return None

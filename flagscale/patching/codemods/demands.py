@@ -1,4 +1,4 @@
-"""What a training program demands of CUDA before it starts, and could do without."""
+"""Rewrites of CUDA requirements that a training program checks before it starts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _KERNELS = "megatron.legacy.fused_kernels.load"
 
 
 class CudaDemands(Codemod):
-    """``assert torch.cuda.is_available()`` goes; the compiler of CUDA kernels is asked, and a
-    device's architecture looked up (0 elsewhere), where there is CUDA."""
+    """Removes ``assert torch.cuda.is_available()`` and guards CUDA-only code.
+
+    Compiling CUDA kernels and reading a device's architecture (0 elsewhere) happen only with CUDA.
+    """
 
     name: ClassVar[str] = "cuda-demands"
     summary: ClassVar[str] = "a program starts without CUDA, and looks for its parts only with it"
@@ -25,15 +27,15 @@ class CudaDemands(Codemod):
         self, original: cst.CSTNode, updated: cst.CSTNode, context: FileContext
     ) -> cst.CSTNode:
         if isinstance(original, cst.Assert):
-            return cst.Pass() if _calls(original.test, _AVAILABLE, context) else updated
+            return cst.Pass() if _is_call_of(original.test, _AVAILABLE, context) else updated
         if isinstance(original, cst.Expr) and isinstance(updated, cst.Expr):
-            if not _calls(original.value, _KERNELS, context):
+            if not _is_call_of(original.value, _KERNELS, context):
                 return updated
             guarded = cst.BooleanOperation(device_call("is_cuda"), cst.And(), updated.value)
             return updated.with_changes(value=guarded)
         if isinstance(original, cst.Attribute) and isinstance(updated, cst.Attribute):
-            asked = original.attr.value in ("major", "minor")
-            if asked and _calls(original.value, _PROPERTIES, context):
+            is_version = original.attr.value in ("major", "minor")
+            if is_version and _is_call_of(original.value, _PROPERTIES, context):
                 return cst.IfExp(
                     test=device_call("is_cuda"),
                     body=updated,
@@ -44,5 +46,5 @@ class CudaDemands(Codemod):
         return updated
 
 
-def _calls(node: cst.CSTNode, name: str, context: FileContext) -> bool:
-    return isinstance(node, cst.Call) and context.bindings.qualified(node.func) == name
+def _is_call_of(node: cst.CSTNode, name: str, context: FileContext) -> bool:
+    return isinstance(node, cst.Call) and context.bindings.resolve_name(node.func) == name

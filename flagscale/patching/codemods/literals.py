@@ -1,4 +1,4 @@
-"""Device, backend and tensor-type names written as string literals."""
+"""Rewrites of device, backend and tensor-type names in string literals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from typing import ClassVar
 
 import libcst as cst
 
-from flagscale.patching.codemods.base import Codemod, FileContext, device_call, device_name
+from flagscale.patching.codemods.base import (
+    Codemod,
+    FileContext,
+    KeywordCodemod,
+    device_call,
+    device_name,
+)
 
 #: Keyword arguments whose value is a device or the type of one.
 _DEVICE_KEYWORDS = frozenset({"device", "device_type", "map_location"})
@@ -18,13 +24,13 @@ _DEVICE_TAKERS = frozenset(
 _CUDA_TENSOR = re.compile(r"torch\.cuda\.\w+Tensor")
 
 
-def _text(node: cst.CSTNode) -> str | None:
+def _string_value(node: cst.CSTNode) -> str | None:
     value = node.evaluated_value if isinstance(node, cst.SimpleString) else None
     return value if isinstance(value, str) else None
 
 
-def _argument(context: FileContext, node: cst.CSTNode) -> tuple[cst.Call, cst.Arg] | None:
-    """The call and the argument whose value ``node`` is, alone or as a branch of a ternary."""
+def _find_argument(context: FileContext, node: cst.CSTNode) -> tuple[cst.Call, cst.Arg] | None:
+    """Return the call and argument whose value is ``node``, or a ternary with that branch."""
     child = node
     for i in range(len(context.ancestors) - 1, 0, -1):
         parent = context.ancestors[i]
@@ -44,7 +50,7 @@ def _last_name(node: cst.CSTNode) -> str:
 
 
 class DeviceLiterals(Codemod):
-    """``"cuda"`` given to something that takes a device."""
+    """Rewrites ``"cuda"`` where a device is expected."""
 
     name: ClassVar[str] = "device-literals"
     summary: ClassVar[str] = 'the literal device "cuda" becomes the current accelerator'
@@ -53,9 +59,12 @@ class DeviceLiterals(Codemod):
     def rewrite(
         self, original: cst.CSTNode, updated: cst.CSTNode, context: FileContext
     ) -> cst.CSTNode:
-        if _text(original) != "cuda" or (found := _argument(context, original)) is None:
+        if (
+            _string_value(original) != "cuda"
+            or (call_and_argument := _find_argument(context, original)) is None
+        ):
             return updated
-        call, argument = found
+        call, argument = call_and_argument
         if argument.keyword is not None:
             takes_device = argument.keyword.value in _DEVICE_KEYWORDS
         else:
@@ -64,7 +73,7 @@ class DeviceLiterals(Codemod):
 
 
 class TensorTypes(Codemod):
-    """``x.type() == "torch.cuda.FloatTensor"`` and ``… in ["torch.cuda.HalfTensor", …]``."""
+    """Rewrites ``x.type() == "torch.cuda.FloatTensor"`` and ``… in […]``."""
 
     name: ClassVar[str] = "tensor-types"
     summary: ClassVar[str] = "tensor types are compared with the current accelerator's names"
@@ -73,14 +82,14 @@ class TensorTypes(Codemod):
     def rewrite(
         self, original: cst.CSTNode, updated: cst.CSTNode, context: FileContext
     ) -> cst.CSTNode:
-        text = _text(original)
-        if text is None or not _CUDA_TENSOR.fullmatch(text) or not self._compared(context):
+        text = _string_value(original)
+        if text is None or not _CUDA_TENSOR.fullmatch(text) or not self._is_compared(context):
             return updated
         literal = cst.ensure_type(updated, cst.SimpleString)
         return device_call("tensor_type", [cst.Arg(literal)])
 
     @staticmethod
-    def _compared(context: FileContext) -> bool:
+    def _is_compared(context: FileContext) -> bool:
         displays = cst.Element | cst.List | cst.Tuple | cst.Set
         for node in reversed(context.ancestors):
             if not isinstance(node, displays):
@@ -88,45 +97,37 @@ class TensorTypes(Codemod):
         return False
 
 
-class GroupBackends(Codemod):
-    """``backend="nccl"`` of a new process group."""
+class GroupBackends(KeywordCodemod):
+    """Rewrites ``backend="nccl"`` of a new process group."""
 
     name: ClassVar[str] = "group-backends"
-    summary: ClassVar[str] = "groups that named nccl use the job's own backend without CUDA"
-    handles: ClassVar[tuple[type[cst.CSTNode], ...]] = (cst.Arg,)
+    summary: ClassVar[str] = "groups that name nccl use the job's own backend without CUDA"
+    keyword: ClassVar[str] = "backend"
 
-    def rewrite(
-        self, original: cst.CSTNode, updated: cst.CSTNode, context: FileContext
-    ) -> cst.CSTNode:
-        if not isinstance(original, cst.Arg) or not isinstance(updated, cst.Arg):
-            return updated
-        named = original.keyword is not None and original.keyword.value == "backend"
-        if not named or _text(original.value) != "nccl":
-            return updated
-        call = device_call("group_backend", [cst.Arg(updated.value)])
-        return updated.with_changes(value=call)
+    def replace_value(
+        self, original: cst.BaseExpression, updated: cst.BaseExpression, context: FileContext
+    ) -> cst.BaseExpression | None:
+        if _string_value(original) != "nccl":
+            return None
+        return device_call("group_backend", [cst.Arg(updated)])
 
 
-class PinnedFactories(Codemod):
-    """``pin_memory=True`` of a factory call, which fails where there is no device to copy to."""
+class PinnedFactories(KeywordCodemod):
+    """Rewrites ``pin_memory=True`` of a factory call, which fails if there is no device."""
 
     name: ClassVar[str] = "pinned-factories"
-    summary: ClassVar[str] = "tensors are created in pinned memory only for a device"
-    handles: ClassVar[tuple[type[cst.CSTNode], ...]] = (cst.Arg,)
+    summary: ClassVar[str] = "tensors are created in pinned memory only if there is a device"
+    keyword: ClassVar[str] = "pin_memory"
 
-    def rewrite(
-        self, original: cst.CSTNode, updated: cst.CSTNode, context: FileContext
-    ) -> cst.CSTNode:
-        if not isinstance(original, cst.Arg) or not isinstance(updated, cst.Arg):
-            return updated
+    def replace_value(
+        self, original: cst.BaseExpression, updated: cst.BaseExpression, context: FileContext
+    ) -> cst.BaseExpression | None:
         call = context.ancestors[-1]
-        if not (
-            original.keyword is not None
-            and original.keyword.value == "pin_memory"
-            and isinstance(original.value, cst.Name)
-            and original.value.value == "True"
+        if (
+            isinstance(original, cst.Name)
+            and original.value == "True"
             and isinstance(call, cst.Call)
-            and (context.bindings.qualified(call.func) or "").startswith("torch.")
+            and (context.bindings.resolve_name(call.func) or "").startswith("torch.")
         ):
-            return updated
-        return updated.with_changes(value=cst.Call(device_name("has_device")))
+            return cst.Call(device_name("has_device"))
+        return None

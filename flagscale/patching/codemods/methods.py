@@ -1,4 +1,4 @@
-"""Methods of tensors and modules that only a CUDA device understands."""
+"""Rewrites of methods that only CUDA tensors and modules support."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _ARGUMENTS = {"record_stream": 1, "pin_memory": 0}
 
 
 class DeviceMethods(Codemod):
-    """``x.cuda(…)`` becomes ``accelerator.to_device(x, …)``; likewise the other methods.
+    """Rewrites ``x.cuda(…)`` to ``accelerator.to_device(x, …)``, and similar methods.
 
-    ``x.is_cuda`` asks, wherever the tree asks it, whether a tensor is on the accelerator.
+    ``x.is_cuda`` becomes a query whether the tensor is on the accelerator.
     """
 
     name: ClassVar[str] = "device-methods"
@@ -26,17 +26,19 @@ class DeviceMethods(Codemod):
         self, original: cst.CSTNode, updated: cst.CSTNode, context: FileContext
     ) -> cst.CSTNode:
         if isinstance(original, cst.Attribute):
-            asked = original.attr.value == "is_cuda" and not context.bindings.qualified(original)
-            if asked and isinstance(updated, cst.Attribute):
+            is_query = original.attr.value == "is_cuda" and not context.bindings.resolve_name(
+                original
+            )
+            if is_query and isinstance(updated, cst.Attribute):
                 return device_call("holds", [cst.Arg(updated.value)])
             return updated
         if not isinstance(updated, cst.Call) or not isinstance(updated.func, cst.Attribute):
             return updated
         method = updated.func.attr.value
-        if method not in _FUNCTION_FOR or context.bindings.qualified(updated.func):
+        if method not in _FUNCTION_FOR or context.bindings.resolve_name(updated.func):
             return updated  # a function of a module, such as torch.cuda.…, is not a method
-        wanted = _ARGUMENTS.get(method)
-        if wanted is not None and len(updated.args) != wanted:
+        argument_count = _ARGUMENTS.get(method)
+        if argument_count is not None and len(updated.args) != argument_count:
             return updated
         receiver = cst.Arg(updated.func.value)
         return device_call(_FUNCTION_FOR[method], [receiver, *updated.args])

@@ -1,8 +1,7 @@
-"""The codemods' names, readable without loading a parser of Python."""
+"""Names of the codemods, available without loading libcst."""
 
 from __future__ import annotations
 
-#: What ``codemods.yaml`` may name; :data:`flagscale.patching.codemods.CODEMODS` holds the rest.
 CODEMOD_NAMES = (
     "barrier-devices",
     "cuda-calls",
@@ -16,3 +15,4 @@ CODEMOD_NAMES = (
     "rng-state",
     "tensor-types",
 )
+"""Names that ``codemods.yaml`` may contain; :data:`.registry.CODEMODS` has the codemods."""

@@ -1,7 +1,7 @@
-"""Names of optional packages that stay undefined where the package is missing.
+"""Rewrites of optional imports whose names would stay undefined.
 
-The pattern ``try: from package import name`` … ``except ImportError: HAVE_IT = False`` followed,
-elsewhere, by ``if name is not None`` is a ``NameError`` on every machine without the package.
+``try: from package import name`` … ``except ImportError: HAVE_IT = False``, followed elsewhere by
+``if name is not None``, is a ``NameError`` on every machine without the package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MISSING = m.Name("ImportError") | m.Name("ModuleNotFoundError")
 
 
 class OptionalImports(Codemod):
-    """Binds such a name to ``None``, for which the file itself tests, when the import fails."""
+    """Binds such a name to ``None`` if the import fails; the file itself tests for ``None``."""
 
     name: ClassVar[str] = "optional-imports"
     summary: ClassVar[str] = "a missing optional import is None where the file tests for None"
@@ -28,7 +28,7 @@ class OptionalImports(Codemod):
     def rewrite(
         self, original: cst.CSTNode, updated: cst.CSTNode, context: FileContext
     ) -> cst.CSTNode:
-        if not isinstance(original, cst.Try) or context.within(cst.FunctionDef, cst.ClassDef):
+        if not isinstance(original, cst.Try) or context.is_within(cst.FunctionDef, cst.ClassDef):
             return updated
         bindings = context.bindings
         names = [
@@ -42,7 +42,7 @@ class OptionalImports(Codemod):
             return updated
         lines = [cst.parse_statement(f"{name} = None\n") for name in names]
         handlers = [
-            _extended(handler, lines) if it_does else handler
+            _append_lines(handler, lines) if it_does else handler
             for handler, it_does in zip(node.handlers, caught, strict=True)
         ]
         return node.with_changes(handlers=handlers)
@@ -56,7 +56,7 @@ def _imported_names(block: cst.BaseSuite) -> Iterable[str]:
                     yield alias.evaluated_alias or alias.evaluated_name
 
 
-def _extended(
+def _append_lines(
     handler: cst.ExceptHandler, lines: list[cst.SimpleStatementLine | cst.BaseCompoundStatement]
 ) -> cst.ExceptHandler:
     body = cst.ensure_type(handler.body, cst.IndentedBlock)

@@ -1,4 +1,4 @@
-"""Structural rewrites of a backend's source, by the name ``codemods.yaml`` gives them."""
+"""Codemods by the names used in ``codemods.yaml``."""
 
 from __future__ import annotations
 

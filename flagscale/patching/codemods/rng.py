@@ -1,8 +1,8 @@
-"""The random-number bookkeeping of tensor parallelism.
+"""Rewrites of random-number state handling for tensor parallelism.
 
-Upstream reaches into CUDA's generators below ``torch.cuda``'s public functions, so renaming calls
-is not enough: without a device the call that restores a forked state is queued for a start of
-CUDA that never comes, and dropout silently draws from the wrong stream from then on.
+Megatron accesses CUDA's generators below ``torch.cuda``'s public functions, so renaming calls is
+not enough. Without a device, the call that restores a forked state would be queued until CUDA
+starts, which never happens, and dropout would silently use the wrong stream from then on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SETTER = "_set_cuda_rng_state"
 
 
 class RngState(Codemod):
-    """The two functions that read and write the generator's state return early without CUDA."""
+    """Makes the functions that read and write the generator's state return early without CUDA."""
 
     name: ClassVar[str] = "rng-state"
     summary: ClassVar[str] = "RNG states are saved and restored on the current accelerator"
@@ -28,7 +28,7 @@ class RngState(Codemod):
     def rewrite(
         self, original: cst.CSTNode, updated: cst.CSTNode, context: FileContext
     ) -> cst.CSTNode:
-        if not isinstance(updated, cst.FunctionDef) or context.within(cst.FunctionDef):
+        if not isinstance(updated, cst.FunctionDef) or context.is_within(cst.FunctionDef):
             return updated
         if updated.name.value == _GETTER:
             return _return_early(updated, device_call("get_rng_state"))
@@ -39,7 +39,7 @@ class RngState(Codemod):
 
 
 def _return_early(function: cst.FunctionDef, value: cst.BaseExpression) -> cst.FunctionDef:
-    """Put ``if not accelerator.is_cuda(): return <value>`` first, after the docstring."""
+    """Insert ``if not accelerator.is_cuda(): return <value>`` first, after the docstring."""
     guard = cst.If(
         test=cst.UnaryOperation(cst.Not(), device_call("is_cuda")),
         body=cst.IndentedBlock([cst.SimpleStatementLine([cst.Return(value)])]),
@@ -51,7 +51,7 @@ def _return_early(function: cst.FunctionDef, value: cst.BaseExpression) -> cst.F
 
 
 class RngForkWarning(Codemod):
-    """Inside ``fork`` the CPU generator must not move; without a device it is the one in use."""
+    """Allows the CPU generator to advance inside ``fork`` if it is the device's generator."""
 
     name: ClassVar[str] = "rng-fork-warning"
     summary: ClassVar[str] = "the CPU generator may move inside a fork where it is the device's"
@@ -60,10 +60,12 @@ class RngForkWarning(Codemod):
     def rewrite(
         self, original: cst.CSTNode, updated: cst.CSTNode, context: FileContext
     ) -> cst.CSTNode:
-        if not isinstance(original, cst.If) or context.function() != "fork":
+        if not isinstance(original, cst.If) or context.enclosing_function() != "fork":
             return updated
         calls = m.findall(original.test, m.Call())
-        functions = [context.bindings.qualified(cst.ensure_type(c, cst.Call).func) for c in calls]
+        functions = [
+            context.bindings.resolve_name(cst.ensure_type(c, cst.Call).func) for c in calls
+        ]
         if "torch.get_rng_state" not in functions:
             return updated
         test = cst.BooleanOperation(

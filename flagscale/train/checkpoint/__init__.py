@@ -1,8 +1,8 @@
-"""Saving and loading of training state, across changes of layout and failures of disks.
+"""Saving and loading of training state, independent of the layout and safe against crashes.
 
 A checkpoint is a directory ``iter_<iteration>`` in megatron.core's distributed format. It is
-written under another name and renamed when it is whole, so a directory of that name is either
-whole or was damaged later, which its manifest of file sizes tells.
+written under a temporary name and renamed once it is complete. A directory with the final name is
+therefore complete unless it was damaged later, which the file sizes in its manifest reveal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpointer", "LoadReport", "SavedCheckpoint"]
 
-_HOMES = {
+_MODULES = {
     "Checkpointer": "checkpointer",
     "LoadReport": "loading",
     "SavedCheckpoint": "checkpointer",
@@ -24,7 +24,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: looking at checkpoint directories (``store``) takes no torch."""
-    if name not in _HOMES:
+    """Import on first use, so that :mod:`.store` can be imported without torch."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

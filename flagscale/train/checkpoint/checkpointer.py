@@ -1,4 +1,4 @@
-"""Saves a training state now or in the background, and loads the latest one that is whole."""
+"""Checkpointer: saves training state in the foreground or background, and loads it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from typing import Any
 import torch.distributed as dist
 
 from flagscale.errors import CheckpointError
-from flagscale.train.checkpoint import content as contents
-from flagscale.train.checkpoint import loading
-from flagscale.train.checkpoint.agreement import agree, everywhere, on_rank_0
+from flagscale.train.checkpoint import loading, sharded_state
+from flagscale.train.checkpoint.collective_errors import (
+    raise_on_all_ranks,
+    run_on_rank_0,
+    true_on_all_ranks,
+)
 from flagscale.train.checkpoint.loading import LoadReport
 from flagscale.train.checkpoint.store import CheckpointStore
-from flagscale.train.checkpoint.writing import Writing
+from flagscale.train.checkpoint.writing import CheckpointWrite
 from flagscale.train.state import TrainState
 
 _log = logging.getLogger(__name__)
@@ -29,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is whole on disk, ``seconds`` after its saving began."""
+    """A checkpoint that is complete on disk. ``seconds`` is the time since saving began."""
 
     iteration: int
     path: Path
@@ -37,28 +40,33 @@ class SavedCheckpoint:
 
 
 @dataclass
-class _Pending:
+class _PendingSave:
     iteration: int
     description: dict[str, Any]
-    writing: Writing
-    begun: float
+    writing: CheckpointWrite
+    started: float
 
 
 class Checkpointer:
-    """All methods are called on all ranks at the same points.
+    """Saves and loads the checkpoints of a run. All ranks call all methods at the same points.
 
-    A checkpoint that cannot be saved in the middle of training (a full disk) is told to ``warn``
-    and training goes on, with the checkpoints before it in place. When it is the last thing that
-    was to be saved, :meth:`close` raises, for then the run's end would be lost in silence.
+    If a checkpoint cannot be saved in the middle of training (for example, because the disk is
+    full), ``warn`` gets a message and training continues; earlier checkpoints remain. If the last
+    save of a run fails, :meth:`close` raises, so that the end of the run is not lost silently.
     """
 
     def __init__(
         self, args: argparse.Namespace, *, warn: Callable[[str], None] | None = None
     ) -> None:
-        """``warn`` takes a message on every rank; without it rank 0 logs.
+        """Open the save directory of ``args``; nothing is written yet.
+
+        Args:
+            args: the resolved training arguments.
+            warn: called with a message on every rank; by default, rank 0 logs it.
 
         Raises:
-            CheckpointError: psutil is missing, without which writing checkpoints cannot work.
+            CheckpointError: psutil is not installed, which megatron.core needs to write
+                checkpoints.
         """
         if importlib.util.find_spec("psutil") is None:
             raise CheckpointError(
@@ -68,39 +76,45 @@ class Checkpointer:
         self._args = args
         self._warn = warn or _log_on_rank_0
         self._store = CheckpointStore(Path(args.save)) if args.save else None
-        self._pending: _Pending | None = None
+        self._pending: _PendingSave | None = None
         self._saved: list[SavedCheckpoint] = []
         self._failure: CheckpointError | None = None
-        self._in_place = False
-        self._validated = False
+        self._has_earlier = False
+        self._sharding_validated = False
         self._remover = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-remover")
         self._removals: list[Future[None]] = []
 
     def load(self, state: TrainState) -> LoadReport | None:
-        """Load the latest whole checkpoint of ``args.load`` into ``state``, in place; None when
-        there is none. The report says what was skipped and why.
+        """Load the newest complete checkpoint below ``args.load`` into ``state``, in place.
+
+        Returns:
+            A report with the skipped checkpoints and the reasons, or None if there is no
+            checkpoint.
 
         Raises:
-            CheckpointError: on all ranks: all checkpoints are damaged, or the latest is of
-                another model, another optimizer or cannot be read.
+            CheckpointError: on all ranks, if all checkpoints are damaged, or the newest belongs to
+                another model or optimizer or cannot be read.
         """
         report = loading.load(self._args, state)
         if report is not None and self._args.load == self._args.save:
-            self._in_place = True
+            self._has_earlier = True
         return report
 
-    def try_out(self) -> bool:
-        """Begin a checkpoint and drop it, before training; whether ``args.save`` was made new.
+    def check_writable(self) -> bool:
+        """Check, before training, that a checkpoint directory can be created, and delete it again.
+
+        Returns:
+            Whether ``args.save`` did not exist before.
 
         Raises:
-            CheckpointError: on all ranks, when no checkpoint can be written there.
+            CheckpointError: on all ranks, if no checkpoint can be written there.
         """
         if self._store is None:
             return False
         store = self._store
         try:
-            fresh = on_rank_0(lambda: not store.root.exists())
-            self._open(0)
+            is_new = run_on_rank_0(lambda: not store.root.exists())
+            self._create_directory(0)
         except CheckpointError as error:
             raise CheckpointError(
                 f"save: no checkpoint can be written in {store.root}: {error.message}",
@@ -109,44 +123,50 @@ class Checkpointer:
         finally:
             if dist.get_rank() == 0:
                 store.abandon(0)
-        return fresh
+        return is_new
 
     def save(self, state: TrainState, *, required: bool = False) -> None:
-        """Save ``state``; with ``args.async_save`` writing goes on in the background and
-        :meth:`poll` tells when it is done. An earlier save still under way is awaited.
+        """Save ``state``, after waiting for an earlier save that is still in progress.
+
+        With ``args.async_save``, writing continues in the background and :meth:`poll` returns the
+        checkpoint once it is complete.
+
+        Args:
+            state: the training state.
+            required: wait for the end and raise on failure.
 
         Raises:
-            CheckpointError: on all ranks, when saving fails and ``required`` is set.
+            CheckpointError: on all ranks, if saving fails and ``required`` is set.
         """
-        self._settle()
-        iteration, begun = state.progress.iteration, time.monotonic()
+        self._finish_pending()
+        iteration, started = state.progress.iteration, time.monotonic()
         try:
-            writing = self._begin(iteration, state)
+            writing = self._start_writing(iteration, state)
         except CheckpointError as error:
-            self._failed(iteration, error)
+            self._record_failure(iteration, error)
         else:
-            description = contents.describe_run(self._args, state)
-            self._pending = _Pending(iteration, description, writing, begun)
+            description = sharded_state.describe_run(self._args, state)
+            self._pending = _PendingSave(iteration, description, writing, started)
             if required or not self._args.async_save:
-                self._settle()
+                self._finish_pending()
         if required and self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
 
     def poll(self) -> list[SavedCheckpoint]:
-        """Checkpoints that became whole since the last call. Called once a step."""
-        if self._pending is not None and everywhere(self._pending.writing.done()):
-            self._settle()
+        """Return the checkpoints completed since the last call. Called once per step."""
+        if self._pending is not None and true_on_all_ranks(self._pending.writing.is_done()):
+            self._finish_pending()
         saved, self._saved = self._saved, []
         return saved
 
     def close(self) -> None:
-        """Wait for what is under way.
+        """Wait for background saves and deletions.
 
         Raises:
-            CheckpointError: on all ranks, when the last save failed.
+            CheckpointError: on all ranks, if the last save failed.
         """
-        self._settle()
+        self._finish_pending()
         for removal in self._removals:
             removal.result()
         self._remover.shutdown()
@@ -154,81 +174,85 @@ class Checkpointer:
             failure, self._failure = self._failure, None
             raise failure
 
-    def _begin(self, iteration: int, state: TrainState) -> Writing:
+    def _start_writing(self, iteration: int, state: TrainState) -> CheckpointWrite:
         args = self._args
-        # Whether anybody has what others have too, which all ranks must answer alike.
+        # Fully parallel saving needs replicas on some rank. All ranks must decide the same.
         replicas = args.data_parallel_size * args.context_parallel_size
-        writing = Writing(
-            self._open(iteration),
-            self._content(state),
+        writing = CheckpointWrite(
+            self._create_directory(iteration),
+            self._build_state_dict(state),
             fully_parallel=args.ckpt_fully_parallel_save
             and (replicas > 1 or args.meshes is not None),
             background=self._args.async_save,
-            validate=not self._validated,
+            validate=not self._sharding_validated,
         )
-        self._validated = True
+        self._sharding_validated = True
         return writing
 
-    def _open(self, iteration: int) -> Path:
-        """An empty directory for a checkpoint, which every rank can write."""
+    def _create_directory(self, iteration: int) -> Path:
+        """Create the temporary directory of a checkpoint; check that every rank can write to it."""
         store = self._require_store()
-        directory = on_rank_0(lambda: store.begin(iteration))
+        directory = run_on_rank_0(lambda: store.begin(iteration))
         usable = os.access(directory, os.W_OK | os.X_OK)
-        agree(None if usable else f"{directory} is not visible on this host, or not writable")
+        raise_on_all_ranks(
+            None if usable else f"{directory} is not visible on this host, or not writable"
+        )
         return directory
 
-    def _content(self, state: TrainState) -> dict[str, Any]:
+    def _build_state_dict(self, state: TrainState) -> dict[str, Any]:
         args = self._args
-        metadata = contents.sharding_metadata()
-        with_group = contents.with_group(metadata)
-        content = contents.model_state(args, state, with_group)
+        metadata = sharded_state.sharding_metadata()
+        with_group = sharded_state.add_data_parallel_group(metadata)
+        content = sharded_state.build_model_state_dict(args, state, with_group)
         if not args.no_save_optim:
             model = dict(content)
-            content["optimizer"] = contents.optimizer_state(
+            content["optimizer"] = sharded_state.build_optimizer_state_dict(
                 state, model, with_group, is_loading=False
             )
             content["scheduler"] = state.scheduler.state_dict()
         if not args.no_save_rng:
-            content.update(contents.rng_object())
+            content.update(sharded_state.build_rng_state())
         content["progress"] = state.progress.state_dict()
         if state.measured_shares is not None:
             content["measured_shares"] = state.measured_shares.state_dict()
-        content[contents.METADATA_KEY] = metadata
+        content[sharded_state.METADATA_KEY] = metadata
         return content
 
-    def _settle(self) -> None:
-        """Bring the save that is under way to its end, whichever."""
+    def _finish_pending(self) -> None:
+        """Wait for the save in progress, if any; publish the checkpoint or record the failure."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
         try:
             pending.writing.finish()
-            path = on_rank_0(lambda: self._publish(pending))
+            path = run_on_rank_0(lambda: self._publish(pending))
         except CheckpointError as error:
-            self._failed(pending.iteration, error)
+            self._record_failure(pending.iteration, error)
             return
-        self._failure, self._in_place = None, True
-        seconds = time.monotonic() - pending.begun
+        self._failure, self._has_earlier = None, True
+        seconds = time.monotonic() - pending.started
         self._saved.append(SavedCheckpoint(pending.iteration, path, seconds))
 
-    def _publish(self, pending: _Pending) -> Path:
-        """On rank 0: the new checkpoint appears, then old ones go, in the background."""
+    def _publish(self, pending: _PendingSave) -> Path:
+        """Publish a checkpoint, then delete superseded ones in the background. Runs on rank 0."""
         store = self._require_store()
         path = store.publish(pending.iteration, pending.description)
         retained = self._args.save_retain_interval
         if keep := self._args.keep_last or (1 if retained else None):
-            gone = store.superseded(pending.iteration, keep, retained)
+            superseded = store.list_superseded(pending.iteration, keep, retained)
             self._removals = [item for item in self._removals if not item.done()]
-            self._removals.append(self._remover.submit(store.remove, gone))
+            self._removals.append(self._remover.submit(store.remove, superseded))
         return path
 
-    def _failed(self, iteration: int, error: CheckpointError) -> None:
+    def _record_failure(self, iteration: int, error: CheckpointError) -> None:
         if dist.get_rank() == 0:
             self._require_store().abandon(iteration)
-        earlier = "the checkpoints saved before it are in place" if self._in_place else None
+        fallback_hint = (
+            "the checkpoints saved before it are in place" if self._has_earlier else None
+        )
         self._failure = CheckpointError(
             f"the checkpoint of iteration {iteration} was not saved: {error.message}",
-            hint=error.hint or earlier,
+            hint=error.hint or fallback_hint,
         )
         self._warn(self._failure.message)
 

@@ -1,7 +1,7 @@
-"""The checksums of what a distributed checkpoint holds.
+"""CRC-32 verification of the tensors of a distributed checkpoint (``verify_checkpoint``).
 
-``torch.save`` writes each tensor as a zip archive, with the CRC-32 of every record; torch's reader
-does not look at them.
+``torch.save`` writes each tensor as a zip archive with the CRC-32 of every record. torch's reader
+ignores these checksums.
 """
 
 from __future__ import annotations
@@ -12,53 +12,57 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from flagscale.errors import CheckpointError
-from flagscale.train.checkpoint.window import Window
+from flagscale.train.checkpoint.byte_range_file import ByteRangeFile
 
-_PIECE = 1 << 20
+_BUFFER_BYTES = 1 << 20
 
 
-def verify(path: Path, storage: Any, part: int, parts: int) -> None:
-    """Read one of ``parts`` equal parts of a checkpoint's records and compare their checksums.
+def verify_checksums(path: Path, storage: Any, share: int, shares: int) -> None:
+    """Verify the checksums of one share of a checkpoint's records.
 
     Args:
-        path: the checkpoint.
-        storage: what its ``.metadata`` calls ``storage_data``.
+        path: directory of the checkpoint.
+        storage: items of ``storage_data`` of its ``.metadata``.
+        share: index of the share to read, from 0.
+        shares: number of equal shares, usually the number of ranks.
 
     Raises:
-        CheckpointError: a record is not as it was written.
+        CheckpointError: a record cannot be read or its checksum differs.
     """
-    places = {(place.relative_path, place.offset, place.length): key for key, place in storage}
-    for name, offset, length in sorted(places)[part::parts]:
-        said = getattr(places[name, offset, length], "fqn", "")
+    tensor_names = {
+        (location.relative_path, location.offset, location.length): key for key, location in storage
+    }
+    for name, offset, length in sorted(tensor_names)[share::shares]:
+        fqn = getattr(tensor_names[name, offset, length], "fqn", "")
         if Path(name).name != name:
-            raise CheckpointError(f"{path}: {said}: {name!r} is no file beside its metadata")
+            raise CheckpointError(f"{path}: {fqn}: {name!r} is no file beside its metadata")
         try:
             with (path / name).open("rb") as file:
-                _compare(_Window(file, offset, length))
+                _read_archive(_FileRange(file, offset, length))
         except (OSError, zipfile.BadZipFile) as error:
-            message = f"{path / name}: {said} is not as it was written: {error}"
+            message = f"{path / name}: {fqn} is not as it was written: {error}"
             raise CheckpointError(
                 message, hint="remove this checkpoint to go on from the one before it"
             ) from error
 
 
-def _compare(window: _Window) -> None:
-    with zipfile.ZipFile(io.BufferedReader(window, _PIECE)) as archive:
+def _read_archive(file: _FileRange) -> None:
+    with zipfile.ZipFile(io.BufferedReader(file, _BUFFER_BYTES)) as archive:
         for record in archive.infolist():
-            if record.CRC == 0:  # flagscale convert wrote none in its first versions
+            if record.CRC == 0:  # the first versions of flagscale convert wrote no checksums
                 continue
             with archive.open(record) as content:
-                while content.read(_PIECE):
+                while content.read(_BUFFER_BYTES):
                     pass
 
 
-class _Window(Window):
-    """A part of a file."""
+class _FileRange(ByteRangeFile):
+    """A byte range of an open file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         super().__init__(length)
         self._file, self._offset = file, offset
 
-    def _copy(self, at: int, part: memoryview) -> int:
-        self._file.seek(self._offset + at)
-        return int(self._file.readinto(part))  # type: ignore[attr-defined]
+    def _read_at(self, position: int, buffer: memoryview) -> int:
+        self._file.seek(self._offset + position)
+        return int(self._file.readinto(buffer))  # type: ignore[attr-defined]

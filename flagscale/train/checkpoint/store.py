@@ -1,6 +1,6 @@
-"""Writing under a directory of checkpoints: what is half written, which may go.
+"""Writing below a directory of checkpoints: publishing, retention, cleanup of incomplete ones.
 
-No torch and no process group: one rank works on the directory for all.
+Needs neither torch nor a process group: one rank changes the directory on behalf of all.
 """
 
 from __future__ import annotations
@@ -17,85 +17,94 @@ from flagscale.checkpoints import (
     MANIFEST,
     REQUIRED,
     TRACKER,
-    Checkpoints,
-    check_whole,
-    digest,
-    seal_of,
+    CheckpointDirectory,
+    check_complete,
+    compute_seal,
+    hash_file,
 )
 from flagscale.errors import CheckpointError
-from flagscale.files import sync
+from flagscale.files import fsync_path
 
-_REMAINS = re.compile(r"\.(iter_\d{7,})\.(partial|replaced|removed)")
+_LEFTOVER = re.compile(r"\.(iter_\d{7,})\.(partial|replaced|removed)")
 _MANIFEST_VERSION = 1
 
 
-class CheckpointStore(Checkpoints):
-    """A directory of checkpoints that a run saves into."""
+class CheckpointStore(CheckpointDirectory):
+    """Directory of checkpoints that a run saves into."""
 
-    def partial(self, iteration: int) -> Path:
-        """Where a checkpoint is written until it is whole."""
+    def partial_directory(self, iteration: int) -> Path:
+        """Return the temporary directory of an incomplete checkpoint."""
         return self.root / f".iter_{iteration:07d}.partial"
 
-    def begin(self, iteration: int, *, again: bool = False) -> Path:
-        """An empty directory to write the checkpoint of an iteration into; ``again``: with what an
-        earlier writer has left in it."""
+    def begin(self, iteration: int, *, resume: bool = False) -> Path:
+        """Create the temporary directory for the checkpoint of an iteration.
+
+        Args:
+            resume: keep the files that an interrupted writer left in it.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
-        partial = self.partial(iteration)
-        self._clear_remains(but=partial if again else None)
-        partial.mkdir(exist_ok=again)
-        return partial
+        directory = self.partial_directory(iteration)
+        self._remove_leftovers(keep=directory if resume else None)
+        directory.mkdir(exist_ok=resume)
+        return directory
 
     def abandon(self, iteration: int) -> None:
-        """Remove what was written of a checkpoint that failed."""
-        shutil.rmtree(self.partial(iteration), ignore_errors=True)
+        """Delete the temporary directory of a checkpoint that failed."""
+        shutil.rmtree(self.partial_directory(iteration), ignore_errors=True)
 
     def publish(self, iteration: int, content: Mapping[str, Any]) -> Path:
-        """Make a fully written checkpoint visible: manifest, rename, tracker file."""
-        partial, final = self.partial(iteration), self.path(iteration)
+        """Publish a complete checkpoint: write its manifest, rename it, update the tracker file."""
+        partial, final = self.partial_directory(iteration), self.path(iteration)
         write_manifest(partial, {"iteration": iteration, **content})
-        sync(partial)
+        fsync_path(partial)
         replaced = self.root / f".{final.name}.replaced"
-        # Prepared before and renamed after: a disk that fills up in between cannot hurt.
+        # Written before and renamed after, so that a disk that fills up in between does no harm.
         tracker = _write_synced(self.root / f".{TRACKER}.new", f"{iteration}\n")
-        if final.exists():  # training went back and came to this iteration again
+        if final.exists():  # training went back and reached this iteration again
             final.rename(replaced)
         partial.rename(final)
         tracker.replace(self.root / TRACKER)
-        sync(self.root)
+        fsync_path(self.root)
         shutil.rmtree(replaced, ignore_errors=True)
         return final
 
-    def superseded(self, newest: int, keep: int, retained: int | None = None) -> list[Path]:
-        """Checkpoints that may go once ``newest`` is whole: older ones, all but the ``keep - 1``
-        newest whole ones and those of every ``retained``-th step. Those newer than ``newest``
-        (training went back) are not touched."""
-        kept = 1
-        gone = []
+    def list_superseded(self, newest: int, keep: int, retained: int | None = None) -> list[Path]:
+        """List the checkpoints that may be deleted once ``newest`` is complete.
+
+        Checkpoints newer than ``newest`` (after training went back) are never listed.
+
+        Args:
+            newest: iteration of the checkpoint that was just published.
+            keep: number of newest complete checkpoints to keep, including ``newest``.
+            retained: keep every checkpoint whose iteration is a multiple of this.
+        """
+        kept_count = 1
+        removable = []
         for iteration in self.iterations():
             if iteration >= newest or (retained and iteration % retained == 0):
                 continue
             path = self.path(iteration)
-            if kept < keep and _is_whole(path):
-                kept += 1
-            elif kept >= keep:
-                gone.append(path)
-        return gone
+            if kept_count < keep and _is_complete(path):
+                kept_count += 1
+            elif kept_count >= keep:
+                removable.append(path)
+        return removable
 
     def remove(self, paths: Iterable[Path]) -> None:
-        """Delete checkpoints; each loses its name first, so that none is seen half deleted."""
+        """Delete checkpoints. Each is renamed first, so that none is visible while half deleted."""
         for path in paths:
-            doomed = self.root / f".{path.name}.removed"
+            hidden = self.root / f".{path.name}.removed"
             try:
-                path.rename(doomed)
+                path.rename(hidden)
             except OSError:
-                continue  # somebody else removed it
-            shutil.rmtree(doomed, ignore_errors=True)
+                continue  # another process removed it
+            shutil.rmtree(hidden, ignore_errors=True)
 
-    def _clear_remains(self, but: Path | None = None) -> None:
-        """Remove what a run that was killed left half written or half deleted."""
+    def _remove_leftovers(self, keep: Path | None = None) -> None:
+        """Delete half-written or half-deleted directories of a killed run, except ``keep``."""
         for item in list(self.root.iterdir()):
-            match = _REMAINS.fullmatch(item.name)
-            if match is None or item == but:
+            match = _LEFTOVER.fullmatch(item.name)
+            if match is None or item == keep:
                 continue
             if match[2] == "replaced" and not (self.root / match[1]).exists():
                 item.rename(self.root / match[1])  # killed between the two renames
@@ -103,34 +112,33 @@ class CheckpointStore(Checkpoints):
                 shutil.rmtree(item, ignore_errors=True)
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     try:
-        check_whole(path)
+        check_complete(path)
     except CheckpointError:
         return False
     return True
 
 
 def write_manifest(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the manifest of a directory: what is said of it, the size of each file, and SHA-256 of
-    the small ones that every checkpoint has.
+    """Write the manifest: ``content``, the size of each file, and the SHA-256 of the small files.
 
-    Tensors have their CRC-32 in their own files (:mod:`.checksums`): a digest here would take as
-    long as reading them.
+    Tensors have CRC-32 checksums in their own files (:mod:`.checksums`). Hashing them here would
+    take as long as reading them.
     """
     files = {
         item.relative_to(path).as_posix(): item.stat().st_size
         for item in sorted(path.rglob("*"))
         if item.is_file()
     }
-    digests = {name: digest(path / name) for name in REQUIRED if name in files}
+    digests = {name: hash_file(path / name) for name in REQUIRED if name in files}
     manifest = {"version": _MANIFEST_VERSION, **content, "files": files, "digests": digests}
-    sealed = {**manifest, "seal": seal_of(manifest)}
+    sealed = {**manifest, "seal": compute_seal(manifest)}
     _write_synced(path / MANIFEST, json.dumps(sealed, indent=1) + "\n")
 
 
 def _write_synced(path: Path, text: str) -> Path:
-    """Write a small file that survives a power cut."""
+    """Write a small file and flush it to disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

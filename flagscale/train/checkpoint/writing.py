@@ -1,9 +1,10 @@
-"""Writing one checkpoint's tensors: planned together, written by each rank, in the foreground or
-from a forked process.
+"""Writing of one checkpoint's tensors, in the foreground or from a forked process.
 
-megatron.core's own way starts a manager process a rank (seconds, and another copy of torch), and
-an error on rank 0 between its collectives leaves the other ranks waiting. Here its planning and
-its file format are kept, and the steps between run so that every failure is known to all ranks.
+Ranks plan a checkpoint collectively, and each rank then writes on its own. megatron.core's own
+asynchronous save starts a manager process per rank (seconds, and another copy of torch), and an
+error on rank 0 between its collectives leaves the other ranks waiting. This module keeps
+megatron.core's planning and file format, and runs the steps between so that every failure is
+reported on all ranks.
 """
 
 from __future__ import annotations
@@ -37,24 +38,29 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from flagscale.errors import CheckpointError
-from flagscale.train.checkpoint.agreement import agree, describe, on_rank_0, quiet_failure
+from flagscale.train.checkpoint.collective_errors import (
+    collect_errors,
+    describe_error,
+    raise_on_all_ranks,
+    run_on_rank_0,
+)
 
 _BACKEND, _VERSION = "torch_dist", 1
 
 
 @dataclass
-class Written:
-    """What a rank wrote: DCP's results, or the error that ended it."""
+class WriteResult:
+    """Write results of PyTorch distributed checkpointing on one rank, or an error."""
 
     results: list[Any] = field(default_factory=list)
     error: str | None = None
 
 
-class Writing:
-    """One checkpoint under way. Every method is called on all ranks alike.
+class CheckpointWrite:
+    """One checkpoint being written. All ranks call every method at the same points.
 
-    ``directory`` exists and is empty. Collectives run in the constructor and in :meth:`finish`;
-    between them each rank writes on its own.
+    ``directory`` exists and is empty. The constructor and :meth:`finish` run collectives; between
+    them, each rank writes on its own.
     """
 
     def __init__(
@@ -66,42 +72,50 @@ class Writing:
         background: bool,
         validate: bool,
     ) -> None:
-        """Plan, take a snapshot, and write it (``background``: begin to)."""
+        """Plan the checkpoint, take a snapshot, and write it or start to write it.
+
+        Args:
+            directory: existing, empty directory on a file system shared by all hosts.
+            state: sharded state dict.
+            fully_parallel: distribute the replicated tensors over the data-parallel ranks.
+            background: write from a forked process.
+            validate: check the sharding of all ranks for consistency.
+        """
         self._directory = directory
         self._errors: list[str] = []
         sharded, common = save_preprocess(state, validate)
-        with quiet_failure(self._errors):
+        with collect_errors(self._errors):
             _write_common(common, directory)
-        self._writer, self._metadata = _plan(sharded, directory, fully_parallel)
+        self._writer, self._metadata = _plan_writes(sharded, directory, fully_parallel)
         buckets = FileSystemWriterAsync.preload_tensors(self._writer.write_buckets, True)
         transforms = [self._writer.transforms] if hasattr(self._writer, "transforms") else []
-        self._background: _Background | None = None
-        self._written = Written()
+        self._background: _BackgroundWriter | None = None
+        self._result = WriteResult()
         if background:
-            self._background = _Background(buckets, transforms)
+            self._background = _BackgroundWriter(buckets, transforms)
         else:
-            self._written = write(buckets, transforms)
+            self._result = write_buckets(buckets, transforms)
 
-    def done(self) -> bool:
-        """Whether this rank has nothing left to write."""
-        return self._background is None or self._background.done()
+    def is_done(self) -> bool:
+        """Return whether this rank has finished writing."""
+        return self._background is None or self._background.is_done()
 
     def finish(self) -> None:
-        """Wait for this rank's writing, then make the checkpoint readable, all together.
+        """Wait for this rank's writing, then write the checkpoint's metadata. Collective.
 
         Raises:
-            CheckpointError: on all ranks, when any could not write all.
+            CheckpointError: on all ranks, if any rank failed to write.
         """
         if self._background is not None:
-            self._written = self._background.result()
+            self._result = self._background.wait()
             self._background = None
-        own = self._errors[0] if self._errors else self._written.error
-        agree(own)
+        error = self._errors[0] if self._errors else self._result.error
+        raise_on_all_ranks(error)
         results: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(self._written.results, results, dst=0)
-        on_rank_0(lambda: self._complete(results or []))
+        dist.gather_object(self._result.results, results, dst=0)
+        run_on_rank_0(lambda: self._write_metadata(results or []))
 
-    def _complete(self, results: list[list[Any]]) -> None:
+    def _write_metadata(self, results: list[list[Any]]) -> None:
         for name in {item.storage_data.relative_path for rank in results for item in rank}:
             if not (self._directory / name).is_file():
                 raise CheckpointError(
@@ -113,8 +127,11 @@ class Writing:
 
 
 def _write_common(common: Mapping[str, Any], directory: Path) -> None:
-    """Rank 0 writes what is no tensor. Through a Python file: torch's own tells of a full disk
-    only that a position is unexpected."""
+    """Write the part of the state that is not sharded, on rank 0.
+
+    It is written through a Python file, because torch's own file writer reports a full disk only as
+    an unexpected position.
+    """
     if dist.get_rank() != 0:
         return
     with (directory / COMMON_STATE_FNAME).open("wb") as file:
@@ -123,22 +140,22 @@ def _write_common(common: Mapping[str, Any], directory: Path) -> None:
         os.fsync(file.fileno())
 
 
-def write(buckets: list[Any], transforms: list[Any]) -> Written:
-    """Write buckets of tensors, one file each, at once."""
+def write_buckets(buckets: list[Any], transforms: list[Any]) -> WriteResult:
+    """Write buckets of tensors to one file each, in parallel threads."""
     if not buckets:
-        return Written()
-    written = Written()
+        return WriteResult()
+    total = WriteResult()
     with ThreadPoolExecutor(len(buckets)) as pool:
-        for result in pool.map(partial(_write_one, transforms=transforms), count(), buckets):
+        for result in pool.map(partial(_write_bucket, transforms=transforms), count(), buckets):
             if isinstance(result, Exception):
-                written.error = written.error or describe(result)
+                total.error = total.error or describe_error(result)
             else:
-                written.results.extend(result)
-    return written
+                total.results.extend(result)
+    return total
 
 
-def _write_one(index: int, bucket: Any, *, transforms: list[Any]) -> Any:
-    # The queues are how this function of megatron.core reports from a process of its own.
+def _write_bucket(index: int, bucket: Any, *, transforms: list[Any]) -> Any:
+    # megatron.core runs this function in a process of its own, which reports through queues.
     results: queue.Queue[tuple[int, Any]] = queue.Queue()
     counts: queue.Queue[int] = queue.Queue()
     counts.put(index)
@@ -146,52 +163,58 @@ def _write_one(index: int, bucket: Any, *, transforms: list[Any]) -> Any:
     return results.get_nowait()[1]
 
 
-class _Background:
-    """A forked process that writes; the snapshot is its copy of this process's memory."""
+class _BackgroundWriter:
+    """Forked process that writes. Its copy-on-write memory is the snapshot."""
 
     def __init__(self, buckets: list[Any], transforms: list[Any]) -> None:
         context = multiprocessing.get_context("fork")
         self._connection, theirs = context.Pipe(duplex=False)
         self._process = context.Process(
-            target=_write_and_tell, args=(theirs, buckets, transforms), daemon=True
+            target=_write_in_child, args=(theirs, buckets, transforms), daemon=True
         )
         self._process.start()
-        theirs.close()  # so that the pipe ends with the process
+        theirs.close()  # then the pipe reaches its end when the process exits
 
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self._connection.poll()  # also true when the process has ended
 
-    def result(self) -> Written:
-        """Wait for the end of the process."""
+    def wait(self) -> WriteResult:
+        """Wait for the end of the process and return its result."""
         try:
-            written: Written = self._connection.recv()
+            written: WriteResult = self._connection.recv()
         except EOFError:
-            written = Written(error="the process that writes the checkpoint was killed")
+            written = WriteResult(error="the process that writes the checkpoint was killed")
         self._process.join()
         self._connection.close()
         return written
 
 
-def _write_and_tell(connection: Connection, buckets: list[Any], transforms: list[Any]) -> None:
-    gc.disable()  # collecting would free tensors that belong to the parent's device
-    # A stop request is the trainer's to handle, and it waits for this process.
+def _write_in_child(connection: Connection, buckets: list[Any], transforms: list[Any]) -> None:
+    gc.disable()  # collecting would free device tensors that belong to the parent
+    # The trainer handles a stop request, and waits for this process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection.send(write(buckets, transforms))
+    connection.send(write_buckets(buckets, transforms))
     connection.close()
-    os._exit(0)  # nothing that this copy of the parent would clean up at its end is its own
+    os._exit(0)  # skip cleanup of resources that belong to the parent
 
 
 class _PlanningStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Plans as megatron.core does and hands the plan back instead of a function to run."""
+    """Save strategy that plans as megatron.core does and returns the plan instead of a callback."""
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
         _, metadata, _ = save_state_dict_ret
         return writer, metadata
 
 
-def _plan(sharded: Mapping[str, Any], directory: Path, fully_parallel: bool) -> tuple[Any, Any]:
-    """Which rank writes what: the writer, and on rank 0 the metadata to complete."""
+def _plan_writes(
+    sharded: Mapping[str, Any], directory: Path, fully_parallel: bool
+) -> tuple[Any, Any]:
+    """Plan which rank writes which tensors.
+
+    Returns:
+        The writer and, on rank 0, the metadata to complete after writing.
+    """
     strategy: Any = _PlanningStrategy(_BACKEND, _VERSION)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     if fully_parallel:
@@ -203,7 +226,7 @@ def _plan(sharded: Mapping[str, Any], directory: Path, fully_parallel: bool) -> 
 
 @contextmanager
 def _without_manager_process() -> Iterator[None]:
-    """Planning would start a process for a queue that is not used here."""
+    """Keep megatron.core's planning from starting a process for a queue that is not used here."""
     original = filesystem_async._get_write_results_queue
     filesystem_async._get_write_results_queue = lambda: None
     try:

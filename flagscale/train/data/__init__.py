@@ -1,5 +1,5 @@
-"""Text to tokens to micro-batches: tokenizers, preprocessing, data sets, samplers.
+"""Data pipeline: tokenizers, preprocessing, datasets and samplers.
 
-Only :mod:`flagscale.train.data.datasets` and the writing half of preprocessing import torch, so
-that tokenizers, index checks and the quickstart's "already there" answer at once.
+Only the dataset modules and the writing half of preprocessing import torch. Tokenizers, index
+checks and an up-to-date quickstart therefore start quickly.
 """

@@ -1,4 +1,4 @@
-"""Reading ``data_path``: one data set, several, or several with weights."""
+"""Parsing of ``data_path`` (one dataset, several, or several with weights) and ``split``."""
 
 from __future__ import annotations
 
@@ -6,78 +6,86 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flagscale.config.arguments.blends import paired
-from flagscale.config.arguments.rules import split_shares
+from flagscale.config.arguments.rules.data import split_shares
+from flagscale.config.arguments.spec.paths import pair_weights
 from flagscale.errors import DataError
-from flagscale.train.data.indexed import prefix_of
+from flagscale.train.data.indexed_dataset import prefix_of
 
 
 @dataclass(frozen=True)
 class Blend:
-    """Data set prefixes and, where any has one, the weight of each."""
+    """Prefixes of datasets, and their weights if they have any."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
 
     def as_config(self) -> tuple[list[str], list[float] | None]:
-        """The pair that megatron.core's data set configuration takes."""
+        """Return prefixes and weights as megatron.core's dataset configuration takes them."""
         return list(self.prefixes), None if self.weights is None else list(self.weights)
 
 
 def parse_blend(values: Sequence[str] | str, key: str = "data_path") -> Blend:
-    """The blend that ``values`` say: prefixes, or weights each before its prefix.
+    """Parse prefixes, or pairs of weight and prefix.
 
-    A value may hold several words (``"0.3 a 0.7 b"``) unless a data set has it as its very name.
-    ``.bin`` or ``.idx`` at a prefix's end is taken off.
+    A value may hold several words (``"0.3 a 0.7 b"``), unless a dataset has exactly that name. A
+    suffix ``.bin`` or ``.idx`` of a prefix is removed.
+
+    Args:
+        values: the value of the argument.
+        key: name of the argument, for error messages.
 
     Raises:
-        DataError: nothing is given, a weight is no positive number, stands before no prefix, or
-            only some prefixes have one.
+        DataError: the value is empty, a weight is not a positive number or has no prefix, or only
+            some prefixes have a weight.
     """
     words = [values] if isinstance(values, str) else [str(value) for value in values]
-    words = [part for word in words for part in _parts(word)]
+    # A value is one prefix if a data set has exactly that name, even one with spaces.
+    words = [
+        part
+        for word in words
+        for part in ([word] if _is_data_set(prefix_of(word)) else word.split())
+    ]
     try:
-        found = paired((word, _weight(word)) for word in words)
+        pairs = pair_weights((word, _parse_weight(word)) for word in words)
     except ValueError as error:
         raise DataError(f"{key}: {error}") from error
-    prefixes = [prefix_of(word) for word, _ in found]
-    given = [weight for _, weight in found if weight is not None]
-    # A lone data set's weight says nothing, and without it it is not capped at one epoch.
-    return Blend(tuple(prefixes), tuple(given) if given and len(prefixes) > 1 else None)
-
-
-def _parts(word: str) -> list[str]:
-    return [word] if _is_data_set(prefix_of(word)) else word.split()
+    prefixes = [prefix_of(word) for word, _ in pairs]
+    weights = [weight for _, weight in pairs if weight is not None]
+    # A single data set needs no weight, and without weights it is not capped at one epoch.
+    return Blend(tuple(prefixes), tuple(weights) if weights and len(prefixes) > 1 else None)
 
 
 def _is_data_set(prefix: str) -> bool:
     try:
         return Path(prefix + ".idx").exists()
-    except (OSError, ValueError):  # longer than any name, or no name at all
+    except (OSError, ValueError):  # too long for a file name, or not a valid one
         return False
 
 
-def _weight(word: str) -> float | None:
+def _parse_weight(word: str) -> float | None:
+    """Parse a weight; None for a number that is the name of a data set."""
     try:
         number = float(word)
     except ValueError:
         return None
-    # A data set's name may be a number.
     return None if _is_data_set(word) else number
 
 
-def told_apart(names: Sequence[str]) -> list[str]:
-    """The names, each with its number behind it where it is not the only one of its kind."""
+def make_unique(names: Sequence[str]) -> list[str]:
+    """Make names unique: append its index to each name that occurs more than once."""
     return [
         name if names.count(name) == 1 else f"{name}_{index}" for index, name in enumerate(names)
     ]
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """Shares of training, validation and test of ``split`` such as ``969,30,1``; they sum to 1.
+    """Parse ``split``, such as ``969,30,1``, into shares of training, validation and test.
+
+    Returns:
+        Three shares that sum to 1.
 
     Raises:
-        DataError: not one to three numbers of at least 0 with a positive sum.
+        DataError: the text is not one to three numbers of at least 0 with a positive sum.
     """
     shares = split_shares(text)
     if shares is None:

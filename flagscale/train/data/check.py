@@ -1,11 +1,10 @@
-"""Whether this machine has the function that brings a run's data: what a preflight asks a host's
-Python.
+"""Preflight check on a host: does the function for a run's data (``external_data``) exist there?
 
     python -m flagscale.train.data.check EXTERNAL_DATA
 
-prints one line of JSON: ``found``, the file that the function is in, or ``problem`` and ``hint``.
-Runs nothing of the user's and imports no torch: modules are looked up, and their source is parsed.
-What cannot be told that way passes, for the ranks to find out.
+prints one line of JSON: ``found``, the file of the function, or ``problem`` and ``hint``. It runs
+no user code and imports no torch: modules are located and their source is parsed. A function that
+cannot be checked this way passes; the ranks report an error in it.
 """
 
 from __future__ import annotations
@@ -17,78 +16,78 @@ from collections.abc import Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from flagscale.config.arguments.external import NO_MODULE, is_file, place
-from flagscale.config.arguments.values import nearest
+from flagscale.config.arguments.spec.paths import MODULE_HINT, is_python_file, parse_function_path
+from flagscale.config.arguments.spec.values import nearest_names
 
 
-def check(text: str) -> dict[str, str]:
-    """What the host answers for ``external_data: text``."""
-    where, function = place(text)
-    if is_file(where):
-        source = Path(where)
+def check_function(text: str) -> dict[str, str]:
+    """Return the result of the check for ``external_data: text``."""
+    module, function = parse_function_path(text)
+    if is_python_file(module):
+        source = Path(module)
         if not source.is_file():
-            return {"problem": f"no file {where}", "hint": "copy it there"}
+            return {"problem": f"no file {module}", "hint": "copy it there"}
     else:
-        spec = _spec(where)
+        spec = _find_spec(module)
         if spec is None:
-            return {"problem": f"there is no module {where}", "hint": NO_MODULE}
+            return {"problem": f"there is no module {module}", "hint": MODULE_HINT}
         source = Path(spec.origin or "")
-    return _function(source, where, function)
+    return _check_source(source, module, function)
 
 
-def _spec(name: str) -> ModuleSpec | None:
-    """What is known of a module, without importing it or the packages that it lies in."""
+def _find_spec(name: str) -> ModuleSpec | None:
+    """Find the spec of a module without importing the module or its parent packages."""
     if name in sys.modules:
         return sys.modules[name].__spec__
-    places: Sequence[str] | None = None
-    found: ModuleSpec | None = None
+    search_path: Sequence[str] | None = None
+    spec: ModuleSpec | None = None
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
-        if count > 1 and places is None:
-            return None  # the part before is no package
-        whole = ".".join(parts[:count])
-        asked = (finder.find_spec(whole, places) for finder in sys.meta_path)
-        found = next(filter(None, asked), None)
-        if found is None:
+        if count > 1 and search_path is None:
+            return None  # the parent is not a package
+        full_name = ".".join(parts[:count])
+        specs = (finder.find_spec(full_name, search_path) for finder in sys.meta_path)
+        spec = next(filter(None, specs), None)
+        if spec is None:
             return None
-        places = found.submodule_search_locations
-    return found
+        search_path = spec.submodule_search_locations
+    return spec
 
 
-def _function(source: Path, where: str, function: str) -> dict[str, str]:
-    """Whether the source of a module binds a name."""
+def _check_source(source: Path, module: str, function: str) -> dict[str, str]:
+    """Check whether the source of a module binds a name."""
     if source.suffix != ".py":
-        return {"found": where}
+        return {"found": module}
     try:
         tree = ast.parse(source.read_bytes(), str(source))
     except SyntaxError as error:
         return {"problem": f"{source}:{error.lineno}: {error.msg}", "hint": "mend it"}
     except (OSError, ValueError) as error:
         return {"problem": f"{source}: {error}", "hint": "let it be read"}
-    names = list(_bound(tree.body))
+    names = list(_iter_bound_names(tree.body))
     if {function, "*", "__getattr__"} & set(names):
         return {"found": str(source)}
-    near = nearest(function, names)
+    near = nearest_names(function, names)
     hint = f"did you mean {' or '.join(near)}?" if near else "write it there, or name another one"
-    return {"problem": f"{where} has no function {function}", "hint": hint}
+    return {"problem": f"{module} has no function {function}", "hint": hint}
 
 
-def _bound(body: Sequence[ast.AST]) -> Iterator[str]:
-    """The names that statements of a module may bind, ``*`` for those of another module."""
+def _iter_bound_names(body: Sequence[ast.AST]) -> Iterator[str]:
+    """Yield the names that statements of a module may bind; ``*`` for a star import."""
     for statement in body:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield statement.name  # what it binds inside is its own
+            yield statement.name  # names bound inside are local to it
         elif isinstance(statement, (ast.Import, ast.ImportFrom)):
             yield from (alias.asname or alias.name for alias in statement.names)
         elif isinstance(statement, ast.Name) and isinstance(statement.ctx, ast.Store):
             yield statement.id
         else:
-            yield from _bound(list(ast.iter_child_nodes(statement)))
+            yield from _iter_bound_names(list(ast.iter_child_nodes(statement)))
 
 
-def main(words: Sequence[str]) -> int:
-    """Answer on standard output; the exit code."""
-    print(json.dumps(check(*words)))
+def main(argv: Sequence[str]) -> int:
+    """Print the result of :func:`check_function` as JSON; return the exit code."""
+    print(json.dumps(check_function(*argv)))
     return 0
 
 

@@ -1,7 +1,7 @@
-"""Reading text corpora: which documents are in which bytes of which files.
+"""Reader of text corpora: cuts files into byte ranges and parses the documents in a range.
 
-A corpus is a list of files. Each is cut into :class:`Piece` ranges of bytes that worker processes
-read on their own, so one huge file keeps all of them busy. Every error names file and line.
+A corpus is a list of files. Worker processes read :class:`CorpusChunk` ranges independently, so
+that one large file keeps all of them busy. Every error names file and line.
 """
 
 from __future__ import annotations
@@ -15,28 +15,32 @@ from typing import Literal
 
 from flagscale.errors import DataError
 
-Format = Literal["jsonl", "text", "lines"]
-"""``jsonl``: a JSON object a line; ``text``: a file is a document (a huge file several, of
-``TEXT_BYTES`` each); ``lines``: a line is a document."""
+CorpusFormat = Literal["jsonl", "text", "lines"]
+"""Format of a file: ``jsonl``, one JSON object per line; ``text``, one document per file (large
+files: one per ``TEXT_BYTES``); ``lines``, one document per line.
+"""
 
-PIECE_BYTES = 4 << 20
+CHUNK_BYTES = 4 << 20
 TEXT_BYTES = 64 << 20
 _BOM = b"\xef\xbb\xbf"
 _JSON_SUFFIXES = {".jsonl", ".ndjson", ".json"}
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Bytes ``[begin, end)`` of a file: whole lines. With format ``text`` it is one document."""
+class CorpusChunk:
+    """Whole lines in bytes ``[begin, end)`` of a file; in format ``text``, one document."""
 
     path: Path
     begin: int
     end: int
-    format: Format
+    format: CorpusFormat
 
 
 class BadRecordError(Exception):
-    """A document cannot be read. Knows the byte; the line is counted only when it is reported."""
+    """A document that cannot be read, with its byte offset in the file.
+
+    The line number is computed only when the error is reported.
+    """
 
     def __init__(self, path: Path, offset: int, message: str) -> None:
         super().__init__(path, offset, message)
@@ -44,25 +48,26 @@ class BadRecordError(Exception):
         self.offset = offset
         self.message = message
 
-    def located(self) -> DataError:
-        """The error for the user: ``file:line: message``."""
+    def to_data_error(self) -> DataError:
+        """Return the error for the user: ``file:line: message``."""
         line = 1
         with self.path.open("rb") as file:
-            left = self.offset
-            while left > 0 and (block := file.read(min(left, 1 << 20))):
+            remaining = self.offset
+            while remaining > 0 and (block := file.read(min(remaining, 1 << 20))):
                 line += block.count(b"\n")
-                left -= len(block)
+                remaining -= len(block)
         return DataError(f"{self.path}:{line}: {self.message}")
 
 
 def find_inputs(patterns: Sequence[str]) -> list[Path]:
-    """Files that paths, directories and globs name; each once, in the order given and, within a
-    glob or a directory, sorted by name.
+    """List the files that paths, directories and globs match, each once.
+
+    Patterns keep their order; the matches of a directory or a glob are sorted by name.
 
     Raises:
         DataError: a pattern matches no file.
     """
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     for pattern in patterns:
         path = Path(pattern)
         if path.is_file():  # a file's name may hold glob characters
@@ -74,18 +79,24 @@ def find_inputs(patterns: Sequence[str]) -> list[Path]:
             matches = [item for item in matches if item.is_file()]
         if not matches:
             raise DataError(f"{pattern}: no such input file, and nothing matches it as a glob")
-        found.update(dict.fromkeys(matches))
-    return list(found)
+        files.update(dict.fromkeys(matches))
+    return list(files)
 
 
-def format_of(path: Path) -> Format:
-    """The format a file's name tells: ``.jsonl``, ``.ndjson`` and ``.json`` hold JSON lines."""
+def guess_format(path: Path) -> CorpusFormat:
+    """Guess a file's format from its name: ``.jsonl``, ``.ndjson`` and ``.json`` are JSON lines."""
     return "jsonl" if path.suffix.lower() in _JSON_SUFFIXES else "text"
 
 
-def cut(path: Path, kind: Format, piece_bytes: int | None = None) -> Iterator[Piece]:
-    """The pieces of a file, in order; each ends after a newline or at the end of the file."""
-    step = piece_bytes or (TEXT_BYTES if kind == "text" else PIECE_BYTES)
+def split_file(
+    path: Path, file_format: CorpusFormat, chunk_bytes: int | None = None
+) -> Iterator[CorpusChunk]:
+    """Yield the chunks of a file, in order. Each ends after a newline or at the end of the file.
+
+    Args:
+        chunk_bytes: approximate size of a chunk in bytes.
+    """
+    step = chunk_bytes or (TEXT_BYTES if file_format == "text" else CHUNK_BYTES)
     size = path.stat().st_size
     begin = 0
     with path.open("rb") as file:
@@ -93,33 +104,36 @@ def cut(path: Path, kind: Format, piece_bytes: int | None = None) -> Iterator[Pi
             file.seek(min(begin + step, size))
             file.readline()
             end = min(file.tell(), size)
-            yield Piece(path, begin, end, kind)
+            yield CorpusChunk(path, begin, end, file_format)
             begin = end
 
 
-def read(piece: Piece, keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """The documents of a piece: one text for each of ``keys`` (text formats have one).
+def read_documents(chunk: CorpusChunk, keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the documents of a chunk.
+
+    Returns:
+        For each document, one text for each of ``keys``. Text formats have one text.
 
     Raises:
-        BadRecordError: bytes that are no UTF-8, no JSON, no object, or lack a key.
+        BadRecordError: a line is not UTF-8, not a JSON object, or lacks a key.
     """
-    with piece.path.open("rb") as file:
-        file.seek(piece.begin)
-        if piece.format == "text":
-            data = file.read(piece.end - piece.begin)
-            body = data.removeprefix(_BOM) if piece.begin == 0 else data
-            yield (_decode(body, piece.path, piece.begin),)
+    with chunk.path.open("rb") as file:
+        file.seek(chunk.begin)
+        if chunk.format == "text":
+            data = file.read(chunk.end - chunk.begin)
+            body = data.removeprefix(_BOM) if chunk.begin == 0 else data
+            yield (_decode(body, chunk.path, chunk.begin),)
             return
-        offset = piece.begin
-        while offset < piece.end:
+        offset = chunk.begin
+        while offset < chunk.end:
             line = file.readline()
             body = line.removeprefix(_BOM) if offset == 0 else line
             if body.strip():
-                text = _decode(body, piece.path, offset)
-                if piece.format == "lines":
+                text = _decode(body, chunk.path, offset)
+                if chunk.format == "lines":
                     yield (text.rstrip("\r\n"),)
                 else:
-                    yield _fields(text, keys, piece.path, offset)
+                    yield _parse_fields(text, keys, chunk.path, offset)
             offset += len(line)
 
 
@@ -127,14 +141,14 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        where = offset + error.start
+        position = offset + error.start
         hint = "; the file looks gzip-compressed" if data[:2] == b"\x1f\x8b" else ""
         raise BadRecordError(
-            path, where, f"not UTF-8: byte 0x{data[error.start]:02x} at offset {where}{hint}"
+            path, position, f"not UTF-8: byte 0x{data[error.start]:02x} at offset {position}{hint}"
         ) from None
 
 
-def _fields(text: str, keys: Sequence[str], path: Path, offset: int) -> tuple[str, ...]:
+def _parse_fields(text: str, keys: Sequence[str], path: Path, offset: int) -> tuple[str, ...]:
     try:
         record = json.loads(text)
     except ValueError as error:
@@ -153,13 +167,16 @@ def _fields(text: str, keys: Sequence[str], path: Path, offset: int) -> tuple[st
         if not isinstance(value, str):
             kind = type(value).__name__
             raise BadRecordError(path, offset, f"key {key!r} holds {kind}, expected a string")
-        values.append(_without_lone_surrogates(value))
+        values.append(_replace_lone_surrogates(value))
     return tuple(values)
 
 
-def _without_lone_surrogates(text: str) -> str:
-    """JSON can spell half of a character (``\\ud83d``, from texts cut at a number of UTF-16
-    units), which no tokenizer takes. It becomes U+FFFD, as a decoder would have made it."""
+def _replace_lone_surrogates(text: str) -> str:
+    r"""Replace lone surrogates by U+FFFD, as a decoder would.
+
+    JSON can encode half of a surrogate pair (``\\ud83d``, from texts cut at a UTF-16 unit), which
+    no tokenizer accepts.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -167,9 +184,11 @@ def _without_lone_surrogates(text: str) -> str:
     return text
 
 
-def slices(text: str, limit: int = 1 << 20) -> Iterator[str]:
-    """A text in slices of about ``limit`` characters, cut after newlines where it has any, so
-    that a tokenizer's memory stays bounded on a document of gigabytes."""
+def slice_text(text: str, limit: int = 1 << 20) -> Iterator[str]:
+    """Yield a text in slices of about ``limit`` characters, cut after newlines where possible.
+
+    This bounds a tokenizer's memory on documents of gigabytes.
+    """
     begin = 0
     while len(text) - begin > limit:
         end = text.rfind("\n", begin, begin + limit) + 1

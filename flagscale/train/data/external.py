@@ -1,10 +1,10 @@
-"""Micro-batches that a function of the user's makes (``dataloader_type: external``).
+"""Micro-batches from a function of the user (``dataloader_type: external``).
 
-It is called as ``function(args, tokenizer, split, samples)``, once for each split. ``split`` is
-``train``, ``valid`` or ``test``; ``samples`` says which samples this rank takes: iterating over it
-gives for one micro-batch after the other the list of their numbers, without end, from where the run
-goes on. What the function returns is iterated over, a mapping of tensors for each micro-batch; or
-None, where it has no such split. Ranks that train on the same samples get the same numbers.
+It is called as ``function(args, tokenizer, split, samples)``, once per split. ``split`` is
+``train``, ``valid`` or ``test``. Iterating over ``samples`` yields, for each micro-batch of this
+rank, the list of its sample numbers, without end, starting where the run continues. The function
+returns an iterable with a mapping of tensors per micro-batch, or None if it has no such split.
+Ranks that train on the same samples get the same numbers.
 """
 
 from __future__ import annotations
@@ -20,24 +20,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flagscale.config.arguments.external import NAME, NO_MODULE, is_file, place
-from flagscale.config.arguments.values import nearest
+from flagscale.config.arguments.spec.paths import (
+    EXTERNAL_DATA,
+    MODULE_HINT,
+    is_python_file,
+    parse_function_path,
+)
+from flagscale.config.arguments.spec.values import nearest_names
 from flagscale.errors import DataError
 from flagscale.train.data.samplers import MicroBatchSampler, Shard
-from flagscale.train.models.base import DataKind, spec_of
+from flagscale.train.models.base import DatasetSpec, get_model_spec
 
 if TYPE_CHECKING:
     from flagscale.train.data.tokenizers import Tokenizer
 
 _FLOATS = ("loss_mask",)
-_CAN_BE_LEFT_OUT = ("loss_mask", "position_ids")
+_OPTIONAL = ("loss_mask", "position_ids")
 
 
 class Samples:
-    """The samples of a rank, by their numbers: a list for each micro-batch, without end.
+    """Sample numbers of a rank: an endless iterable with a list per micro-batch.
 
-    ``consumed`` have been taken by all ranks before; of every ``width`` consecutive ones this rank
-    takes ``micro_batches``, each a range of places among them.
+    All ranks together have consumed ``consumed`` samples before. Of every ``width`` consecutive
+    samples, this rank takes ``micro_batches``, each a range of positions among them.
     """
 
     def __init__(self, shard: Shard, consumed: int) -> None:
@@ -49,75 +54,85 @@ class Samples:
         return iter(MicroBatchSampler(sys.maxsize, self._shard, consumed=self.consumed))
 
 
-Function = Callable[[Any, "Tokenizer", str, Samples], Iterable[Mapping[str, Tensor]] | None]
+DataFunction = Callable[[Any, "Tokenizer", str, Samples], Iterable[Mapping[str, Tensor]] | None]
 
 
-def find(text: str) -> Function:
-    """The function that ``external_data`` names.
+def find_data_function(text: str) -> DataFunction:
+    """Import the function that ``external_data`` names.
 
     Raises:
-        DataError: there is none.
+        DataError: the file, the module or the function does not exist.
     """
-    where, name = place(text)
-    module = _of_file(Path(where)) if is_file(where) else _of_package(where)
-    found = getattr(module, name, None)
-    if not callable(found):
-        near = nearest(name, [n for n, value in vars(module).items() if callable(value)])
+    module_name, name = parse_function_path(text)
+    module = (
+        _load_file(Path(module_name))
+        if is_python_file(module_name)
+        else _import_module(module_name)
+    )
+    attribute = getattr(module, name, None)
+    if not callable(attribute):
+        near = nearest_names(name, [n for n, value in vars(module).items() if callable(value)])
         hint = f"did you mean {' or '.join(near)}?" if near else None
-        raise DataError(f"{NAME}: {where} has no function {name}", hint=hint)
-    function: Function = found
+        raise DataError(f"{EXTERNAL_DATA}: {module_name} has no function {name}", hint=hint)
+    function: DataFunction = attribute
     return function
 
 
-def _of_file(path: Path) -> ModuleType:
+def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
-        raise DataError(f"{NAME}: no file {path}")
+        raise DataError(f"{EXTERNAL_DATA}: no file {path}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def _of_package(name: str) -> ModuleType:
+def _import_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if not f"{name}.".startswith(f"{error.name}."):
-            raise  # it is there, and lacks another one
+            raise  # the module exists; an import inside it failed
         raise DataError(
-            f"{NAME}: there is no module {name}",
-            hint=NO_MODULE,
+            f"{EXTERNAL_DATA}: there is no module {name}",
+            hint=MODULE_HINT,
         ) from error
 
 
-def batches(
-    function: Function,
+def iter_micro_batches(
+    function: DataFunction,
     args: Any,
     tokenizer: Tokenizer,
     split: str,
     samples: Samples,
-    kind: DataKind,
+    kind: DatasetSpec,
 ) -> Iterator[dict[str, Tensor]] | None:
-    """The micro-batches of a rank, each checked: for each of the kind's keys a tensor
-    ``[samples, length]``. Where ``loss_mask`` is missing all tokens count, where ``position_ids``
-    is they are counted from 0. None where the function has no such split.
+    """Return an iterator over a rank's micro-batches, each of them checked.
+
+    Each has a tensor ``[samples, length]`` for each of the data kind's keys. A missing
+    ``loss_mask`` is 1 for all tokens; missing ``position_ids`` count from 0.
+
+    Returns:
+        None if the function has no such split.
 
     Raises:
-        DataError: one is not as it has to be, or there are no more.
+        DataError: a micro-batch is invalid, or the iterable ends.
     """
-    made = function(args, tokenizer, split, samples)
-    if made is None:
+    batches = function(args, tokenizer, split, samples)
+    if batches is None:
         return None
-    if not isinstance(made, Iterable):
-        found = type(made).__name__
-        raise DataError(f"{NAME}: for {split} expected an iterable or None, found {found}")
+    if not isinstance(batches, Iterable):
+        type_name = type(batches).__name__
+        raise DataError(
+            f"{EXTERNAL_DATA}: for {split} expected an iterable or None, found {type_name}"
+        )
     shape = len(samples.micro_batches[0]), kind.length
-    vocabulary = spec_of(args).vocabulary(tokenizer)
-    return _Checked(split, kind.keys, shape, vocabulary).each(made)
+    vocabulary = get_model_spec(args).vocabulary(tokenizer)
+    return _BatchChecker(split, kind.keys, shape, vocabulary).iter_checked(batches)
 
 
-class _Checked:
-    """What has to be true of each micro-batch of a split."""
+class _BatchChecker:
+    """Checks the micro-batches of a split and adds default tensors."""
 
     def __init__(
         self, split: str, keys: tuple[str, ...], shape: tuple[int, int], vocabulary: int
@@ -125,38 +140,44 @@ class _Checked:
         self._split, self._keys = split, keys
         self._shape, self._vocabulary = shape, vocabulary
 
-    def each(self, made: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    def iter_checked(self, batches: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
         number = 0
-        for number, batch in enumerate(made, 1):
-            yield self._checked(batch, f"{NAME}: micro-batch {number} of {self._split}")
+        for number, batch in enumerate(batches, 1):
+            yield self._check_batch(
+                batch, f"{EXTERNAL_DATA}: micro-batch {number} of {self._split}"
+            )
         raise DataError(
-            f"{NAME}: {self._split} ended after {number} micro-batches of this rank, and training "
-            "goes on",
+            f"{EXTERNAL_DATA}: {self._split} ended after {number} micro-batches of this rank, "
+            "and training goes on",
             hint="begin anew after the last sample; or train on fewer (train_samples, train_iters)",
         )
 
-    def _checked(self, batch: Any, where: str) -> dict[str, Tensor]:
+    def _check_batch(self, batch: Any, where: str) -> dict[str, Tensor]:
         if not isinstance(batch, Mapping):
             raise DataError(f"{where}: expected tensors by name, found {type(batch).__name__}")
-        missing = [k for k in self._keys if k not in batch and k not in _CAN_BE_LEFT_OUT]
+        missing = [k for k in self._keys if k not in batch and k not in _OPTIONAL]
         if missing:
             has = ", ".join(map(str, batch)) or "nothing"
             raise DataError(f"{where} lacks {', '.join(missing)}; it has {has}")
-        found = {}
+        tensors = {}
         for key in self._keys:
             tensor = batch.get(key)
-            found[key] = self._usual(key) if tensor is None else self._tensor(key, tensor, where)
-        return found
+            tensors[key] = (
+                self._make_default(key)
+                if tensor is None
+                else self._check_tensor(key, tensor, where)
+            )
+        return tensors
 
-    def _usual(self, key: str) -> Tensor:
+    def _make_default(self, key: str) -> Tensor:
         if key in _FLOATS:
             return torch.ones(self._shape)
         return torch.arange(self._shape[1]).expand(self._shape).contiguous()
 
-    def _tensor(self, key: str, tensor: Any, where: str) -> Tensor:
+    def _check_tensor(self, key: str, tensor: Any, where: str) -> Tensor:
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != self._shape:
-            found = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise DataError(f"{where}: {key} is {found}, expected a tensor {list(self._shape)}")
+            actual = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise DataError(f"{where}: {key} is {actual}, expected a tensor {list(self._shape)}")
         if key in _FLOATS:
             return tensor.float()
         if tensor.is_floating_point() or tensor.is_complex():

@@ -1,9 +1,9 @@
-"""Mixtures of training data that follow each other (``data_phases``).
+"""Data phases (``data_phases``): blends of training data that follow each other.
 
-Each phase is a blend as megatron.core makes one: the next sample is of the data set that is
-furthest behind its weight. A data set goes on in a phase where the phases before have left it, so
-that nothing is repeated for a change of weights. Which sample comes when is fixed for the whole
-run: one that resumes goes on with the very next sample, in whichever phase it is.
+Each phase is a blend as in megatron.core: the next sample comes from the dataset that is furthest
+behind its weight. A dataset continues in a phase where the earlier phases left off, so a change of
+weights repeats no data. The order of samples is fixed for the whole run: a resumed run continues
+with the very next sample, whatever the phase.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flagscale.config.arguments import phases as given
+from flagscale.config.arguments.spec.data_phases import DATA_PHASES, parse_phase
 from flagscale.errors import CheckpointError, DataError
 from flagscale.train.data.blends import Blend, parse_blend
 
-_KEY = given.NAME
+_KEY = DATA_PHASES
 
 
 @dataclass(frozen=True)
 class Phases:
-    """Of ``total`` samples of training, the first of each phase, and the phase's blend."""
+    """First sample and blend of each phase, and the total number of training samples."""
 
     begins: tuple[int, ...]
     blends: tuple[Blend, ...]
@@ -36,57 +36,67 @@ class Phases:
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """All data sets, in the order in which they are named."""
+        """All datasets, in the order in which they are first named."""
         return tuple(dict.fromkeys(p for blend in self.blends for p in blend.prefixes))
 
-    def lengths(self) -> list[int]:
-        """Samples of each phase; none of those that training does not come to."""
+    def phase_lengths(self) -> list[int]:
+        """Return the number of samples of each phase; 0 for phases that training does not reach."""
         ends = [*self.begins[1:], max(self.total, self.begins[-1])]
         pairs = zip(self.begins, ends, strict=True)
         return [max(min(end, self.total) - begin, 0) for begin, end in pairs]
 
-    def shares(self, phase: int) -> NDArray[np.float64]:
-        """The weight of each data set in a phase; they sum to 1. Shape ``[data sets]``."""
+    def dataset_shares(self, phase: int) -> NDArray[np.float64]:
+        """Return the weight of each dataset in a phase; they sum to 1. Shape ``[datasets]``."""
         blend = self.blends[phase]
         weights = blend.weights or (1.0,) * len(blend.prefixes)
-        found = np.zeros(len(self.prefixes))
+        weight_sums = np.zeros(len(self.prefixes))
         for prefix, weight in zip(blend.prefixes, weights, strict=True):
-            found[self.prefixes.index(prefix)] += weight
-        shares: NDArray[np.float64] = found / found.sum()
+            weight_sums[self.prefixes.index(prefix)] += weight
+        shares: NDArray[np.float64] = weight_sums / weight_sums.sum()
         return shares
 
-    def bounds(self) -> list[int]:
-        """Samples of each data set that the phases take at most: the blending never gives a data
-        set more than one sample ahead of its weight."""
-        found = np.ones(len(self.prefixes))
-        for phase, length in enumerate(self.lengths()):
-            own = self.shares(phase)
-            found += np.where(own > 0, np.floor(own * length) + 2, 0) if length else 0
-        return [int(count) for count in found]
+    def sample_bounds(self) -> list[int]:
+        """Return an upper bound of the samples that the phases take from each dataset.
+
+        The blending never lets a dataset get more than one sample ahead of its weight.
+        """
+        counts = np.ones(len(self.prefixes))
+        for phase, length in enumerate(self.phase_lengths()):
+            shares = self.dataset_shares(phase)
+            counts += np.where(shares > 0, np.floor(shares * length) + 2, 0) if length else 0
+        return [int(count) for count in counts]
 
     @property
-    def most(self) -> int:
-        """Samples of all data sets to have at hand."""
-        return sum(self.bounds())
+    def max_samples(self) -> int:
+        """Upper bound of the samples of all datasets."""
+        return sum(self.sample_bounds())
 
     @property
-    def whole(self) -> Blend:
-        """All data sets, weighted by what the whole run takes of them."""
-        return Blend(self.prefixes, tuple(map(float, self.bounds())))
+    def combined_blend(self) -> Blend:
+        """All datasets, weighted by the samples that the whole run takes of them."""
+        return Blend(self.prefixes, tuple(map(float, self.sample_bounds())))
 
 
-def phases_of(args: Any, first: Blend | None, total: int) -> Phases | None:
-    """The phases that arguments say; None without ``data_phases``, or with one data set.
+def parse_phases(args: Any, first: Blend | None, total: int) -> Phases | None:
+    """Parse the phases in the arguments.
+
+    Args:
+        args: the resolved training arguments.
+        first: blend of the first phase.
+        total: number of training samples.
+
+    Returns:
+        None without ``data_phases``, or with a single dataset.
 
     Raises:
-        DataError: a phase says no blend, or one with data sets that have no weights.
+        DataError: a phase is not a blend, or has several datasets without weights.
     """
     if not args.data_phases or first is None:
         return None
     begins, blends = [0], [first]
     for text in args.data_phases:
         try:
-            phase = given.parse(text)
+            phase = parse_phase(text)
         except ValueError as error:
             raise DataError(f"{_KEY}: {error}") from error
         begins.append(phase.begin(args.seq_length))
@@ -95,72 +105,83 @@ def phases_of(args: Any, first: Blend | None, total: int) -> Phases | None:
         if blend.weights is None and len(blend.prefixes) > 1:
             names = ", ".join(blend.prefixes)
             raise DataError(f"{_KEY}: data sets without weights ({names}) cannot be a phase")
-    found = Phases(tuple(begins), tuple(blends), total)
-    return found if len(found.prefixes) > 1 else None
+    phases = Phases(tuple(begins), tuple(blends), total)
+    return phases if len(phases.prefixes) > 1 else None
 
 
-def order(phases: Phases) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """Of every sample of training its data set, and which of its samples it is. Shape
-    ``[samples]`` each."""
+def order_samples(phases: Phases) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """Return, for every training sample, its dataset and its number in that dataset.
+
+    Returns:
+        Two arrays of shape ``[samples]``.
+    """
     from megatron.core.datasets import helpers
 
     sets = np.zeros(phases.total, dtype=np.int16)
     samples = np.zeros(phases.total, dtype=np.int64)
-    taken = np.zeros(len(phases.prefixes), dtype=np.int64)
-    for phase, begin, length in _spans(phases):
-        own_sets, own_samples = sets[begin : begin + length], samples[begin : begin + length]
-        # A data set without a weight would get a sample where no other is behind its own.
-        used = np.flatnonzero(phases.shares(phase))
-        shares = phases.shares(phase)[used]
-        helpers.build_blending_indices(own_sets, own_samples, shares, len(used), length, False)
-        own_sets[:] = used[own_sets]
-        own_samples += taken[own_sets]
-        taken += np.bincount(own_sets, minlength=len(taken))
+    consumed = np.zeros(len(phases.prefixes), dtype=np.int64)
+    for phase, begin, length in _iter_spans(phases):
+        phase_sets, phase_samples = sets[begin : begin + length], samples[begin : begin + length]
+        # Datasets with weight 0 are left out, because megatron.core's helper would give them a
+        # sample whenever no other dataset is behind its weight.
+        used = np.flatnonzero(phases.dataset_shares(phase))
+        shares = phases.dataset_shares(phase)[used]
+        helpers.build_blending_indices(phase_sets, phase_samples, shares, len(used), length, False)
+        phase_sets[:] = used[phase_sets]
+        phase_samples += consumed[phase_sets]
+        consumed += np.bincount(phase_sets, minlength=len(consumed))
     return sets, samples
 
 
-def _spans(phases: Phases) -> Iterator[tuple[int, int, int]]:
-    """Of each phase that training comes to: its number, its first sample, its samples."""
-    for phase, (begin, length) in enumerate(zip(phases.begins, phases.lengths(), strict=True)):
+def _iter_spans(phases: Phases) -> Iterator[tuple[int, int, int]]:
+    """Yield number, first sample and length of each phase that training reaches."""
+    for phase, (begin, length) in enumerate(
+        zip(phases.begins, phases.phase_lengths(), strict=True)
+    ):
         if length:
             yield phase, begin, length
 
 
-def take_turns(data: Any, phases: Phases, cache: Path | None) -> None:
-    """Give a blend of all data sets the order of the phases. All ranks call it; with a ``cache``
-    rank 0 writes the order there, and all map it.
+def apply_phases(data: Any, phases: Phases, cache: Path | None) -> None:
+    """Replace the sample order of a blend of all datasets by that of the phases. Collective.
+
+    With ``cache``, rank 0 writes the order there and all ranks memory-map it.
 
     Raises:
-        DataError: the cache cannot be written or read, or a data set has too few samples.
+        DataError: the cache cannot be written or read, or a dataset has too few samples.
     """
-    sets, samples = order(phases) if cache is None else _shared(phases, cache)
-    for prefix, own, least in zip(phases.prefixes, data.datasets, phases.bounds(), strict=True):
-        if len(own) < least:
-            raise DataError(f"{_KEY}: {prefix} has {len(own)} samples, the phases take {least}")
+    sets, samples = order_samples(phases) if cache is None else _load_order(phases, cache)
+    for prefix, dataset, needed in zip(
+        phases.prefixes, data.datasets, phases.sample_bounds(), strict=True
+    ):
+        if len(dataset) < needed:
+            raise DataError(
+                f"{_KEY}: {prefix} has {len(dataset)} samples, the phases take {needed}"
+            )
     data.dataset_index, data.dataset_sample_index = sets, samples
 
 
-def _shared(phases: Phases, cache: Path) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """The order, mapped from files that rank 0 has written."""
-    from flagscale.train.checkpoint.agreement import on_rank_0
+def _load_order(phases: Phases, cache: Path) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """Return the order, memory-mapped from files that rank 0 writes."""
+    from flagscale.train.checkpoint.collective_errors import run_on_rank_0
 
-    shares = [phases.shares(phase).tolist() for phase in range(len(phases.begins))]
-    said = json.dumps([phases.begins, shares, phases.total])
-    name = hashlib.sha256(said.encode()).hexdigest()[:32]
-    files = [cache / f"{name}-phases-{what}.npy" for what in ("sets", "samples")]
+    shares = [phases.dataset_shares(phase).tolist() for phase in range(len(phases.begins))]
+    description = json.dumps([phases.begins, shares, phases.total])
+    name = hashlib.sha256(description.encode()).hexdigest()[:32]
+    files = [cache / f"{name}-phases-{kind}.npy" for kind in ("sets", "samples")]
 
     def write() -> None:
         if not all(file.exists() for file in files):
             cache.mkdir(parents=True, exist_ok=True)
-            made: tuple[NDArray[Any], ...] = order(phases)
-            for file, array in zip(files, made, strict=True):
+            arrays: tuple[NDArray[Any], ...] = order_samples(phases)
+            for file, array in zip(files, arrays, strict=True):
                 partial = file.with_name(f"{file.name}.partial-{os.getpid()}")
                 with partial.open("wb") as stream:
                     np.save(stream, array)
                 partial.replace(file)
 
     try:
-        on_rank_0(write)
+        run_on_rank_0(write)
         sets, samples = (np.load(file, mmap_mode="r") for file in files)
     except (CheckpointError, OSError, ValueError) as error:
         raise DataError(

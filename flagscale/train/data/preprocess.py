@@ -1,8 +1,8 @@
-"""Text or JSON lines to Megatron's ``.bin`` and ``.idx``.
+"""Preprocessing of text or JSON lines into Megatron's ``.bin`` and ``.idx`` files.
 
-Worker processes tokenize pieces of the inputs; this process writes their results in the order of
-the inputs, so the output does not depend on the number of workers. Files appear under their final
-names only when they are whole.
+Worker processes tokenize chunks of the input. This process writes their results in the order of the
+input, so the output does not depend on the number of workers. Output files get their final names
+only when they are complete.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,36 +25,37 @@ from numpy.typing import NDArray
 
 from flagscale.errors import DataError
 from flagscale.train.data import corpus
-from flagscale.train.data.corpus import BadRecordError, Format, Piece
+from flagscale.train.data.corpus import BadRecordError, CorpusChunk, CorpusFormat
+from flagscale.train.data.progress_bar import ProgressCallback
 from flagscale.train.data.tokenizers import Tokenizer, TokenizerSpec, open_tokenizer
 
 
 @dataclass(frozen=True)
-class Job:
-    """One run of preprocessing.
+class PreprocessJob:
+    """Settings of one preprocessing run.
 
-    ``output_prefix`` gives ``<prefix>_<key>_document.bin`` and ``.idx`` for each of ``keys``.
-    ``format`` None goes by each file's name.
+    Each of ``keys`` is written to ``<output_prefix>_<key>_document.bin`` and ``.idx``. If
+    ``format`` is None, it follows from each file's name.
     """
 
     inputs: tuple[Path, ...]
     output_prefix: str
     tokenizer: TokenizerSpec
     keys: tuple[str, ...] = ("text",)
-    format: Format | None = None
+    format: CorpusFormat | None = None
     append_eod: bool = False
     prepend_bos: bool = False
     workers: int = 1
     overwrite: bool = False
 
-    def outputs(self) -> dict[str, str]:
-        """The output's prefix for each key."""
+    def output_prefixes(self) -> dict[str, str]:
+        """Return the prefix of the output for each key."""
         return {key: f"{self.output_prefix}_{key}_document" for key in self.keys}
 
 
 @dataclass
-class Summary:
-    """What was written."""
+class PreprocessSummary:
+    """Result of a run: prefixes of the output, numbers of documents and tokens, bytes of input."""
 
     prefixes: list[str]
     documents: int = 0
@@ -64,52 +65,52 @@ class Summary:
 
 
 @dataclass
-class Encoded:
-    """A piece's tokens: for each key one flat array and the length of each document."""
+class EncodedChunk:
+    """Tokens of a chunk: for each key, one flat array and the length of each document."""
 
     tokens: list[NDArray[Any]]
     lengths: list[list[int]]
     empty: int
 
 
-Progress = Callable[[int, int], None]
-"""Called with bytes of input done and in all."""
+def preprocess(job: PreprocessJob, progress: ProgressCallback | None = None) -> PreprocessSummary:
+    """Preprocess the inputs of a job.
 
-
-def run(job: Job, progress: Progress | None = None) -> Summary:
-    """Preprocess; returns what was written.
+    Args:
+        job: the settings.
+        progress: called with the bytes of input done and their total.
 
     Raises:
-        DataError: bad input (with file and line), an output that exists or cannot be written, a
-            tokenizer that cannot be opened. No output is left behind or changed then.
+        DataError: invalid input (with file and line), an output that exists or cannot be written,
+            or a tokenizer that cannot be opened. No output is created or changed in this case.
     """
-    pieces = [piece for path in job.inputs for piece in _pieces(path, job.format)]
-    if not pieces:
+    chunks = [chunk for path in job.inputs for chunk in _split_input(path, job.format)]
+    if not chunks:
         names = ", ".join(str(path) for path in job.inputs[:5])
         raise DataError(f"nothing to preprocess: the input is empty ({names})")
-    if job.keys != ("text",) and any(piece.format != "jsonl" for piece in pieces):
+    if job.keys != ("text",) and any(chunk.format != "jsonl" for chunk in chunks):
         raise DataError(f"json keys {', '.join(job.keys)} need JSON lines; an input is plain text")
     _check_outputs(job)
     vocab_size = _check_tokenizer(job)
-    total = sum(piece.end - piece.begin for piece in pieces)
-    summary = Summary(list(job.outputs().values()), bytes=total)
+    total = sum(chunk.end - chunk.begin for chunk in chunks)
+    summary = PreprocessSummary(list(job.output_prefixes().values()), bytes=total)
     dtype = np.uint16 if vocab_size < 65500 else np.int32  # as megatron.core's DType.optimal_dtype
     with ExitStack() as stack:
-        writers: list[_Writer] = []
-        done = 0
-        for piece, encoded in _encode_all(job, pieces, dtype):
-            if not writers:  # its seconds of imports pass while the workers are at work
-                writers = [stack.enter_context(_Writer(p, dtype)) for p in summary.prefixes]
+        writers: list[_DatasetWriter] = []
+        bytes_done = 0
+        for chunk, encoded in _encode_all(job, chunks, dtype):
+            if not writers:  # imports for seconds, while the workers already tokenize
+                writers = [stack.enter_context(_DatasetWriter(p, dtype)) for p in summary.prefixes]
             for writer, tokens, lengths in zip(
                 writers, encoded.tokens, encoded.lengths, strict=True
             ):
                 writer.add(tokens, lengths)
-            done += piece.end - piece.begin
+            bytes_done += chunk.end - chunk.begin
             summary.documents += len(encoded.lengths[0])
             summary.tokens += sum(int(tokens.size) for tokens in encoded.tokens)
             summary.empty += encoded.empty
             if progress:
-                progress(done, total)
+                progress(bytes_done, total)
         if not summary.tokens:
             raise DataError(f"nothing to write: all {summary.empty} documents are empty")
         for writer in writers:
@@ -117,15 +118,15 @@ def run(job: Job, progress: Progress | None = None) -> Summary:
     return summary
 
 
-def _pieces(path: Path, kind: Format | None) -> Iterator[Piece]:
+def _split_input(path: Path, kind: CorpusFormat | None) -> Iterator[CorpusChunk]:
     try:
-        yield from corpus.cut(path, kind or corpus.format_of(path))
+        yield from corpus.split_file(path, kind or corpus.guess_format(path))
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _check_outputs(job: Job) -> None:
-    for prefix in job.outputs().values():
+def _check_outputs(job: PreprocessJob) -> None:
+    for prefix in job.output_prefixes().values():
         for suffix in (".bin", ".idx"):
             path = Path(prefix + suffix)
             if path.exists() and not job.overwrite:
@@ -139,14 +140,14 @@ def _check_outputs(job: Job) -> None:
             raise DataError(f"{folder}: not writable")
 
 
-def _check_tokenizer(job: Job) -> int:
+def _check_tokenizer(job: PreprocessJob) -> int:
     tokenizer = open_tokenizer(job.tokenizer)
     if job.prepend_bos and tokenizer.bos is None:
         raise DataError(f"the tokenizer {job.tokenizer.path} has no token that begins a document")
     return tokenizer.vocab_size
 
 
-# In a worker: the open tokenizer, set once when the process starts.
+# In a worker process: its tokenizer, set once when the process starts.
 _tokenizer: Tokenizer | None = None
 
 
@@ -156,63 +157,68 @@ def _start_worker(spec: TokenizerSpec) -> None:
     _tokenizer = open_tokenizer(spec)
 
 
-def _encode_all(job: Job, pieces: Sequence[Piece], dtype: Any) -> Iterator[tuple[Piece, Encoded]]:
-    """Each piece with its tokens, in order; at most a few pieces a worker are under way, so that
-    a slow disk does not fill the memory."""
-    encode = partial(_encode, job=job, dtype=dtype)
+def _encode_all(
+    job: PreprocessJob, chunks: Sequence[CorpusChunk], dtype: Any
+) -> Iterator[tuple[CorpusChunk, EncodedChunk]]:
+    """Yield each chunk with its tokens, in order.
+
+    Only a few chunks per worker are in progress, so that a slow disk does not fill the memory.
+    """
+    encode = partial(_encode_chunk, job=job, dtype=dtype)
     with ProcessPoolExecutor(
         job.workers,
         mp_context=get_context("forkserver"),
         initializer=_start_worker,
         initargs=(job.tokenizer,),
     ) as pool:
-        waiting: deque[tuple[Piece, Future[Encoded]]] = deque()
-        left = iter(pieces)
+        waiting: deque[tuple[CorpusChunk, Future[EncodedChunk]]] = deque()
         try:
-            for piece in left:
-                waiting.append((piece, pool.submit(encode, piece)))
+            for chunk in chunks:
+                waiting.append((chunk, pool.submit(encode, chunk)))
                 if len(waiting) >= 3 * job.workers:
-                    yield _result(*waiting.popleft())
+                    yield _get_result(*waiting.popleft())
             while waiting:
-                yield _result(*waiting.popleft())
+                yield _get_result(*waiting.popleft())
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _result(piece: Piece, future: Future[Encoded]) -> tuple[Piece, Encoded]:
+def _get_result(
+    chunk: CorpusChunk, future: Future[EncodedChunk]
+) -> tuple[CorpusChunk, EncodedChunk]:
     try:
-        return piece, future.result()
+        return chunk, future.result()
     except BadRecordError as error:
-        raise error.located() from None
+        raise error.to_data_error() from None
     except BrokenProcessPool:
         raise DataError(
-            f"a worker process ended while it read {piece.path}",
+            f"a worker process ended while it read {chunk.path}",
             hint="it probably ran out of memory; try fewer --workers",
         ) from None
     except OSError as error:
-        raise DataError(f"{piece.path}: cannot be read: {error.strerror}") from None
+        raise DataError(f"{chunk.path}: cannot be read: {error.strerror}") from None
 
 
-def _encode(piece: Piece, *, job: Job, dtype: Any) -> Encoded:
+def _encode_chunk(chunk: CorpusChunk, *, job: PreprocessJob, dtype: Any) -> EncodedChunk:
     assert _tokenizer is not None  # _start_worker ran
-    keys = job.keys if piece.format == "jsonl" else ("text",)
+    keys = job.keys if chunk.format == "jsonl" else ("text",)
     flat: list[list[int]] = [[] for _ in keys]
     lengths: list[list[int]] = [[] for _ in keys]
     empty = 0
-    for texts in corpus.read(piece, keys):
+    for texts in corpus.read_documents(chunk, keys):
         for index, text in enumerate(texts):
-            ids = _document(_tokenizer, text, job)
+            ids = _encode_document(_tokenizer, text, job)
             if not ids:
                 empty += 1
                 continue
             flat[index].extend(ids)
             lengths[index].append(len(ids))
-    return Encoded([np.array(ids, dtype=dtype) for ids in flat], lengths, empty)
+    return EncodedChunk([np.array(ids, dtype=dtype) for ids in flat], lengths, empty)
 
 
-def _document(tokenizer: Tokenizer, text: str, job: Job) -> list[int]:
-    """A document's ids; nothing for an empty text, even where tokens would be added around it."""
-    ids = [i for part in corpus.slices(text) for i in tokenizer.tokenize(part)]
+def _encode_document(tokenizer: Tokenizer, text: str, job: PreprocessJob) -> list[int]:
+    """Tokenize a document. An empty text gives no tokens, not even a begin or end token."""
+    ids = [i for part in corpus.slice_text(text) for i in tokenizer.tokenize(part)]
     if ids and job.prepend_bos and tokenizer.bos is not None:
         ids.insert(0, tokenizer.bos)
     if ids and job.append_eod:
@@ -221,8 +227,8 @@ def _document(tokenizer: Tokenizer, text: str, job: Job) -> list[int]:
 
 
 @dataclass
-class _Writer:
-    """Writes one data set beside its final place and moves it there when it is whole."""
+class _DatasetWriter:
+    """Writes a dataset to temporary files and renames them when they are complete."""
 
     prefix: str
     dtype: Any
@@ -232,26 +238,29 @@ class _Writer:
     def _partial(self, suffix: str) -> Path:
         return Path(f"{self.prefix}{suffix}.partial-{os.getpid()}")
 
-    def __enter__(self) -> _Writer:
+    def __enter__(self) -> _DatasetWriter:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is missing for training does not matter here
+            warnings.simplefilter("ignore")  # optional packages for training are not needed
             from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-        with _reported(self.prefix):
+        with _wrap_write_errors(self.prefix):
             self._builder = IndexedDatasetBuilder(str(self._partial(".bin")), dtype=self.dtype)
         return self
 
     def add(self, tokens: NDArray[Any], lengths: list[int]) -> None:
-        """Append documents: their tokens one after the other, and the length of each."""
+        """Append documents: their concatenated tokens, and the length of each."""
         begin = 0
-        with _reported(self.prefix):
+        with _wrap_write_errors(self.prefix):
             for length in lengths:
                 self._builder.add_document(tokens[begin : begin + length], [length])
                 begin += length
 
     def commit(self) -> None:
-        """Make the files whole, then visible; an index never stands beside another's tokens."""
-        with _reported(self.prefix):
+        """Complete the files and rename them.
+
+        An existing index is deleted first, so that it never belongs to other tokens.
+        """
+        with _wrap_write_errors(self.prefix):
             self._builder.finalize(str(self._partial(".idx")))
             for suffix in (".bin", ".idx"):
                 with self._partial(suffix).open("rb") as file:
@@ -265,15 +274,15 @@ class _Writer:
         if self._committed:
             return
         if self._builder is not None:
-            with suppress(OSError):  # a full disk is reported where it was met
+            with suppress(OSError):  # a full disk has been reported already
                 self._builder.data_file.close()
         for suffix in (".bin", ".idx"):
             self._partial(suffix).unlink(missing_ok=True)
 
 
 @contextmanager
-def _reported(prefix: str) -> Iterator[None]:
-    """Turns an operating system's error into one that names the output."""
+def _wrap_write_errors(prefix: str) -> Iterator[None]:
+    """Raise an operating system's error as one that names the output."""
     try:
         yield
     except OSError as error:

@@ -1,9 +1,9 @@
-"""Which samples a data-parallel rank takes when.
+"""Sampler: which samples a data-parallel rank reads, and when.
 
-The order of samples is one sequence for the whole job, whatever its layout: a step's global batch
-is the next ``global_batch_size`` of it. Micro-batch ``m`` of a step takes the next
-``micro_batch_size x size`` samples, of which rank ``r`` has the ``r``-th part. So a run that
-resumes after ``consumed`` samples, with any other layout, goes on with the very next sample.
+The order of samples is one sequence for the whole job, whatever its layout. The global batch of a
+step is the next ``global_batch_size`` samples. Micro-batch ``m`` of a step takes the next
+``micro_batch_size x size`` samples, of which rank ``r`` reads the ``r``-th part. A run that resumes
+after ``consumed`` samples with any other layout therefore continues with the very next sample.
 """
 
 from __future__ import annotations
@@ -16,21 +16,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 Order = Literal["single", "wrapped", "cyclic"]
-"""``single`` takes samples 0, 1, 2 ... and ends; ``wrapped`` begins anew after the last;
-``cyclic`` takes each epoch in another random order and never ends."""
+"""``single`` reads samples 0, 1, 2, … and ends; ``wrapped`` starts over after the last one;
+``cyclic`` reads each epoch in another random order and never ends.
+"""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's part of the samples: of every ``width`` consecutive ones it takes
-    ``micro_batches``, each a range of places among them, one after the other."""
+    """A rank's part of the samples.
+
+    Of every ``width`` consecutive samples, it reads ``micro_batches`` one after the other, each a
+    range of positions among them.
+    """
 
     width: int
     micro_batches: tuple[range, ...]
 
     @classmethod
     def even(cls, rank: int = 0, size: int = 1, micro_batch_size: int = 1) -> Shard:
-        """The ``rank``-th of ``size`` equal parts of each micro-batch."""
+        """Return the ``rank``-th of ``size`` equal parts of each micro-batch."""
         if not 0 <= rank < size:
             raise ValueError(f"data-parallel rank {rank} is not in [0, {size})")
         first = rank * micro_batch_size
@@ -45,8 +49,10 @@ class Shard:
 
 
 class MicroBatchSampler:
-    """Yields the sample indices of one micro-batch after the other; a DataLoader's
-    ``batch_sampler``. It is an endless iterable unless ``order`` is ``single``."""
+    """``batch_sampler`` of a DataLoader that yields the sample indices of each micro-batch.
+
+    It is endless unless ``order`` is ``single``.
+    """
 
     def __init__(
         self,
@@ -57,7 +63,15 @@ class MicroBatchSampler:
         order: Order = "single",
         seed: int = 0,
     ) -> None:
-        """``samples`` are in the data set, ``consumed`` were taken by all ranks before."""
+        """Create a sampler.
+
+        Args:
+            samples: number of samples in the dataset.
+            shard: this rank's part.
+            consumed: samples that all ranks have consumed before.
+            order: order of samples.
+            seed: seed of the random order.
+        """
         if samples < 1 or consumed < 0:
             raise ValueError(f"bad sizes: {samples=} {consumed=}")
         self._samples = samples
@@ -71,10 +85,10 @@ class MicroBatchSampler:
         position, width = self._consumed, self._shard.width
         while self._order != "single" or position + width <= self._samples:
             for part in self._shard.micro_batches:
-                yield [self._sample(position + place) for place in part]
+                yield [self._get_sample(position + offset) for offset in part]
             position += width
 
-    def _sample(self, position: int) -> int:
+    def _get_sample(self, position: int) -> int:
         epoch, index = divmod(position, self._samples)
         if self._order != "cyclic":
             return index

@@ -1,4 +1,4 @@
-"""Training a byte-level BPE tokenizer and writing it as a Hugging Face directory."""
+"""Training of a byte-level BPE tokenizer, written as a Hugging Face directory."""
 
 from __future__ import annotations
 
@@ -19,27 +19,30 @@ _BYTES = 256
 
 @dataclass(frozen=True)
 class BpeSettings:
-    """``vocab_size`` counts special tokens too. The first special token begins a document and
-    the second ends it; both get the lowest ids."""
+    """Settings of BPE training.
+
+    ``vocab_size`` includes special tokens. The first special token begins a document and the second
+    ends it; both get the lowest ids.
+    """
 
     vocab_size: int
     special_tokens: tuple[str, ...] = (BEGIN, END)
     min_frequency: int = 2
 
 
-def train(texts: Iterable[str], settings: BpeSettings) -> Any:
-    """A ``tokenizers.Tokenizer`` trained on ``texts``. The same texts give the same tokenizer.
+def train_tokenizer(texts: Iterable[str], settings: BpeSettings) -> Any:
+    """Train a ``tokenizers.Tokenizer``. The same texts give the same tokenizer.
 
     Raises:
-        DataError: the vocabulary cannot hold all bytes, or the texts are too few to fill it.
+        DataError: the vocabulary cannot hold all bytes, or the texts are too short to fill it.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    least = _BYTES + len(settings.special_tokens)
-    if settings.vocab_size < least:
+    minimum = _BYTES + len(settings.special_tokens)
+    if settings.vocab_size < minimum:
         raise DataError(
             f"vocab_size {settings.vocab_size} is too small: {_BYTES} bytes and "
-            f"{len(settings.special_tokens)} special tokens take {least}"
+            f"{len(settings.special_tokens)} special tokens take {minimum}"
         )
     if len(set(settings.special_tokens)) < 2 or "" in settings.special_tokens:
         raise DataError("special tokens: at least two unlike ones are needed: begin and end")
@@ -64,13 +67,14 @@ def train(texts: Iterable[str], settings: BpeSettings) -> Any:
 
 
 def write_directory(tokenizer: Any, output: Path, special_tokens: Sequence[str]) -> None:
-    """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``special_tokens_map.json``; the
-    directory appears whole or not at all. A tokenizer that was there is replaced.
+    """Write ``tokenizer.json``, ``tokenizer_config.json`` and ``special_tokens_map.json``.
+
+    The directory appears complete or not at all. An existing tokenizer is replaced.
 
     Raises:
-        DataError: the directory cannot be written, or holds something else than a tokenizer.
+        DataError: the directory cannot be written, or holds other files than a tokenizer's.
     """
-    _may_replace(output)
+    _require_replaceable(output)
     begin, end = special_tokens[:2]
     tokens = {"bos_token": begin, "eos_token": end}
     config = {
@@ -94,16 +98,16 @@ def write_directory(tokenizer: Any, output: Path, special_tokens: Sequence[str])
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _may_replace(output: Path) -> None:
+def _require_replaceable(output: Path) -> None:
     if not output.exists():
         return
     if not output.is_dir():
         raise DataError(f"{output}: is a file, expected a directory")
-    ours = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
-    others = sorted({item.name for item in output.iterdir()} - ours)
-    if others:
+    expected = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+    unexpected = sorted({item.name for item in output.iterdir()} - expected)
+    if unexpected:
         raise DataError(
-            f"{output}: holds other files than a tokenizer's: {', '.join(others[:5])}",
+            f"{output}: holds other files than a tokenizer's: {', '.join(unexpected[:5])}",
             hint="choose another directory; this one would be replaced",
         )
 

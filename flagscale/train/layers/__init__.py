@@ -1,8 +1,13 @@
-"""A faster build of megatron.core's transformer, of the same parameters and the same function.
+"""Optimized layers of megatron.core's transformer, with the same parameters and outputs.
 
-megatron.core's GPTModel, TransformerLayer, schedules, data parallelism and optimizer stay as they
-are. What is exchanged: the linear layers and the embedding add a weight's gradient to its fp32
-accumulator themselves (:mod:`linear`, :mod:`embedding`), the loss keeps 16-bit logits
-(:mod:`loss`), rotary positions come from a table (:mod:`rotary`), and on CUDA each layer is
-compiled whole (:mod:`compiling`). Checkpoints are those of the plain build.
+megatron.core's models, TransformerLayer, schedules, data parallelism and optimizer stay unchanged.
+Replaced are:
+
+- linear layers and the embedding, which add weight gradients directly to their fp32 accumulators
+  (:mod:`linear`, :mod:`embedding`);
+- the loss, which stores 16-bit logits only (:mod:`cross_entropy`);
+- rotary positions, which come from a table (:mod:`rotary`);
+- on CUDA, each layer by its compiled version (:mod:`layer_compilation`).
+
+Checkpoints are the same as without these layers.
 """

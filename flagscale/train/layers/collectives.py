@@ -1,7 +1,7 @@
-"""Collectives of tensor parallelism that a compiled layer can start now and wait for later.
+"""Tensor-parallel collectives that a compiled layer can start and wait for separately.
 
-torch's functional collectives are traced into the graph. The names of groups stand for the groups,
-since a graph cannot hold those.
+torch's functional collectives are traced into the graph. A graph cannot hold process groups, so
+groups are passed by name.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ import torch
 
 _OPERATORS: Any = torch.ops._c10d_functional
 
-Sharing = Literal["none", "reduce", "gather"]
-"""How a column-parallel layer shares its input: alone, the input is replicated and its gradient
-summed, or each rank has a part of the sequence."""
+InputSharing = Literal["none", "reduce", "gather"]
+"""Sharing of a column-parallel layer's input between tensor-parallel ranks.
+
+``none``: not shared. ``reduce``: the input is replicated and its gradient all-reduced. ``gather``:
+each rank has a part of the sequence (sequence parallelism).
+"""
 
 
-def name_of(group: Any) -> str:
-    """The name under which functional collectives find a process group."""
+def get_group_name(group: Any) -> str:
+    """Return the name by which functional collectives refer to a process group."""
     return str(group.group_name)
 
 
 def start_all_gather(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """Begin to concatenate the ranks' tensors along the first dimension; see :func:`wait`."""
+    """Start an all_gather along the first dimension; complete it with :func:`wait`."""
     started: torch.Tensor = _OPERATORS.all_gather_into_tensor(tensor.contiguous(), size, group)
     return started
 
 
 def start_reduce_scatter(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """Begin to sum over ranks, each keeping its part of the first dimension; see :func:`wait`."""
+    """Start a reduce_scatter (sum) along the first dimension; complete it with :func:`wait`."""
     started: torch.Tensor = _OPERATORS.reduce_scatter_tensor(
         tensor.contiguous(), "sum", size, group
     )
@@ -38,20 +41,23 @@ def start_reduce_scatter(tensor: torch.Tensor, size: int, group: str) -> torch.T
 
 
 def start_all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
-    """Begin to sum over ranks; see :func:`wait`."""
+    """Start an all_reduce (sum); complete it with :func:`wait`."""
     started: torch.Tensor = _OPERATORS.all_reduce(tensor.contiguous(), "sum", group)
     return started
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
-    """The result of a collective that was started."""
-    done: torch.Tensor = _OPERATORS.wait_tensor(tensor)
-    return done
+    """Wait for a started collective and return its result."""
+    result: torch.Tensor = _OPERATORS.wait_tensor(tensor)
+    return result
 
 
-def exchanged(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
-    """What every rank has for this one: of ``tensor``, cut along its first dimension into a part
-    for each rank; ``[ranks, ...]``."""
+def all_to_all(tensor: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    """Run an all_to_all of ``tensor``, split evenly along the first dimension.
+
+    Returns:
+        The parts for this rank, by source rank: [ranks, ...].
+    """
     splits = [len(tensor) // size] * size
     started = _OPERATORS.all_to_all_single(tensor.contiguous(), splits, splits, group)
     return wait(started).view(size, -1, *tensor.shape[1:])
@@ -80,58 +86,71 @@ class _AllGather(torch.autograd.Function):
 
 
 def reduce_scatter(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum over ranks, of which each keeps its part of the first dimension.
+    """Run a reduce_scatter (sum) along the first dimension, differentiable.
 
-    Like megatron.core's function, of whose backward pass torch 2.11 makes a wrong graph: there a
-    tensor that a collective fills in a backward pass is read as it was before.
+    It replaces megatron.core's function, whose backward pass is compiled incorrectly by torch 2.11:
+    in a backward pass the compiled graph reads a tensor before the collective has filled it.
     """
-    done: torch.Tensor = _ReduceScatter.apply(  # type: ignore[no-untyped-call]
-        tensor, group.size(), name_of(group)
+    result: torch.Tensor = _ReduceScatter.apply(  # type: ignore[no-untyped-call]
+        tensor, group.size(), get_group_name(group)
     )
-    return done
+    return result
 
 
 def all_gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """The ranks' tensors along the first dimension, each of which is used by every rank in its own
-    way: gradients are summed. See :func:`reduce_scatter`."""
-    done: torch.Tensor = _AllGather.apply(  # type: ignore[no-untyped-call]
-        tensor, group.size(), name_of(group)
+    """Run an all_gather along the first dimension, differentiable.
+
+    Each rank uses the result differently, so gradients are reduced. See :func:`reduce_scatter`.
+    """
+    result: torch.Tensor = _AllGather.apply(  # type: ignore[no-untyped-call]
+        tensor, group.size(), get_group_name(group)
     )
-    return done
+    return result
 
 
-def input_gradient(found: torch.Tensor, sharing: Sharing, size: int, group: str) -> torch.Tensor:
-    """The gradient of a shared input, as far as this rank's weights go, summed over the ranks; see
-    :func:`gradients`."""
+def reduce_input_gradient(
+    gradient: torch.Tensor, sharing: InputSharing, size: int, group: str
+) -> torch.Tensor:
+    """Reduce this rank's contribution to the gradient of a shared input.
+
+    See :func:`compute_gradients`.
+    """
     if sharing == "gather":
-        return wait(start_reduce_scatter(found, size, group))
-    return wait(start_all_reduce(found, group)) if sharing == "reduce" else found
+        return wait(start_reduce_scatter(gradient, size, group))
+    return wait(start_all_reduce(gradient, group)) if sharing == "reduce" else gradient
 
 
-def gradients(
+def compute_gradients(
     input_: torch.Tensor,
-    of_input: Callable[[], torch.Tensor],
-    of_weight: Callable[[torch.Tensor], torch.Tensor | None],
-    sharing: Sharing,
+    compute_input_gradient: Callable[[], torch.Tensor],
+    compute_weight_gradient: Callable[[torch.Tensor], torch.Tensor | None],
+    sharing: InputSharing,
     size: int,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Both gradients of a layer whose input is shared. What is gathered or summed over the ranks
-    is on its way while the other matrix product runs.
+    """Compute both gradients of a layer with a shared input.
+
+    The collective of one gradient overlaps with the matrix product of the other.
 
     Args:
-        input_: as the layer was given it; with ``gather`` a part of the sequence.
-        of_input: computes the gradient of the whole input, as far as this rank's weights go.
-        of_weight: computes the weight's from the whole input.
-        sharing: how the input is shared, over the ``size`` ranks of ``group``.
+        input_: input of the layer; with ``gather`` this rank's part of the sequence.
+        compute_input_gradient: computes this rank's contribution to the gradient of the whole
+            input.
+        compute_weight_gradient: computes the gradient of the weight from the whole input.
+        sharing: sharing of the input.
+        size: number of ranks in the group.
+        group: name of the tensor-parallel group.
+
+    Returns:
+        Gradient of ``input_``, and gradient of the weight.
     """
     if sharing == "gather":
-        whole = start_all_gather(input_, size, group)
-    found = of_input()
+        gathered_input = start_all_gather(input_, size, group)
+    input_gradient = compute_input_gradient()
     if sharing == "gather":
-        input_ = wait(whole)
-        found = start_reduce_scatter(found, size, group)
+        input_ = wait(gathered_input)
+        input_gradient = start_reduce_scatter(input_gradient, size, group)
     elif sharing == "reduce":
-        found = start_all_reduce(found, group)
-    weight = of_weight(input_)
-    return (found if sharing == "none" else wait(found)), weight
+        input_gradient = start_all_reduce(input_gradient, group)
+    weight_gradient = compute_weight_gradient(input_)
+    return (input_gradient if sharing == "none" else wait(input_gradient)), weight_gradient

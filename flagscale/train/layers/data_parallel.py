@@ -1,4 +1,4 @@
-"""megatron.core's data parallelism for layers that run whole and add their gradients themselves."""
+"""megatron.core's DDP for compiled layers that accumulate their own weight gradients."""
 
 from __future__ import annotations
 
@@ -8,37 +8,41 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from flagscale.train.layers.accumulating import bind
-from flagscale.train.layers.compiling import transformer_layers
-from flagscale.train.state import unwrap
+from flagscale.train.layers.layer_compilation import find_transformer_layers
+from flagscale.train.layers.wgrad_accumulation import bind_accumulators
+from flagscale.train.state import unwrap_model
 
 
 class LayerwiseDataParallel(DistributedDataParallel):  # type: ignore[misc]
-    """Waits for the gathered parameters of a whole layer before it runs, and tells gradients that
-    come through autograd from those that have been added already."""
+    """DDP that waits for all parameters of a layer before the layer runs.
+
+    It also marks the weights whose gradients are accumulated without autograd.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._added_already = bind(unwrap(self))
+        self._accumulated_weights = bind_accumulators(unwrap_model(self))
 
     def zero_grad_buffer(self) -> None:
-        """Start a step: no gradients."""
+        """Zero the gradients at the start of a step."""
         super().zero_grad_buffer()
-        for weight in self._added_already:
+        for weight in self._accumulated_weights:
             weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
     def enable_forward_pre_hook(self) -> None:
-        """Wait for a module's parameters before it runs, for all of a layer's before the layer
-        does: hooks inside of it would break its graph."""
+        """Wait for a module's parameters before it runs, for a layer's before the whole layer.
+
+        Hooks inside a layer would break its graph.
+        """
         handles = self.remove_forward_pre_hook_handles
         assert self.use_forward_hook
         assert not handles
         wait = self._make_forward_pre_hook()
-        for module, parts in self._pieces():
-            handles[module] = module.register_forward_pre_hook(_for_all(wait, parts))
+        for module, parts in self._iter_hooked_modules():
+            handles[module] = module.register_forward_pre_hook(_wait_for_modules(wait, parts))
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """Wait no more; with ``param_sync`` gather all parameters now."""
+        """Remove the hooks. With ``param_sync``, gather all parameters now."""
         assert self.use_forward_hook
         for handle in self.remove_forward_pre_hook_handles.values():
             handle.remove()
@@ -46,8 +50,8 @@ class LayerwiseDataParallel(DistributedDataParallel):  # type: ignore[misc]
         if param_sync:
             self.start_param_sync(force_sync=True)
 
-    def _pieces(self) -> Iterator[tuple[torch.nn.Module, list[torch.nn.Module]]]:
-        layers = transformer_layers(self.module)
+    def _iter_hooked_modules(self) -> Iterator[tuple[torch.nn.Module, list[torch.nn.Module]]]:
+        layers = find_transformer_layers(self.module)
         inside = {part for layer in layers for part in layer.modules()}
         for layer in layers:
             yield layer, list(layer.modules())
@@ -56,7 +60,9 @@ class LayerwiseDataParallel(DistributedDataParallel):  # type: ignore[misc]
                 yield module, [module]
 
 
-def _for_all(wait: Callable[..., None], parts: list[torch.nn.Module]) -> Callable[..., None]:
+def _wait_for_modules(
+    wait: Callable[..., None], parts: list[torch.nn.Module]
+) -> Callable[..., None]:
     def hook(*_: Any) -> None:
         for part in parts:
             wait(part)

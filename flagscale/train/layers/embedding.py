@@ -1,6 +1,6 @@
-"""The vocabulary's embedding, adding the gradients of the rows it has used itself.
+"""Vocabulary-parallel embedding that accumulates the gradients of the rows it has used.
 
-Autograd's gradient is as large as the whole table, mostly zeros, and is added as a whole.
+The gradient that autograd computes has the size of the whole table and is mostly zeros.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from torch.nn import functional
 
-from flagscale.train.layers.accumulating import add_rows, stand_in
+from flagscale.train.layers.wgrad_accumulation import add_rows, placeholder_gradient
 
 
 class _Lookup(torch.autograd.Function):
@@ -27,11 +27,11 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         rows, weight, accumulator = ctx.saved_tensors
         add_rows(accumulator, rows, gradient)
-        return None, stand_in(weight), None
+        return None, placeholder_gradient(weight), None
 
 
 class AccumulatingEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
-    """Each rank holds some rows of the table."""
+    """Embedding of which each tensor-parallel rank holds some rows."""
 
     accumulator: torch.Tensor | None = None
 
@@ -40,27 +40,29 @@ class AccumulatingEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
         return weight
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """``[batch, sequence, hidden]`` of the tokens ``[batch, sequence]``; with
-        ``reduce_scatter_embeddings`` this rank's part of ``[sequence, batch, hidden]``."""
+        """Return the embeddings [b, s, h] of tokens [b, s].
+
+        With ``reduce_scatter_embeddings``, return this rank's part of [s, b, h].
+        """
         group = self.tp_group
-        split = group.size() > 1
-        rows, foreign = input_, None
-        if split:
-            foreign = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
-            rows = (input_ - self.vocab_start_index).masked_fill(foreign, 0)
+        is_split = group.size() > 1
+        rows, on_other_ranks = input_, None
+        if is_split:
+            on_other_ranks = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+            rows = (input_ - self.vocab_start_index).masked_fill(on_other_ranks, 0)
         if self.accumulator is None:
             output = functional.embedding(rows, self.weight)
         else:
             output = _Lookup.apply(  # type: ignore[no-untyped-call]
                 rows, self.weight, self.accumulator
             )
-        if foreign is not None:
-            output = output.masked_fill(foreign[..., None], 0.0)
+        if on_other_ranks is not None:
+            output = output.masked_fill(on_other_ranks[..., None], 0.0)
         if self.reduce_scatter_embeddings:
             output = output.transpose(0, 1).contiguous()
-            whole: torch.Tensor = mappings.reduce_scatter_to_sequence_parallel_region(
+            reduced: torch.Tensor = mappings.reduce_scatter_to_sequence_parallel_region(
                 output, group=group
             )
         else:
-            whole = mappings.reduce_from_tensor_model_parallel_region(output, group=group)
-        return whole
+            reduced = mappings.reduce_from_tensor_model_parallel_region(output, group=group)
+        return reduced

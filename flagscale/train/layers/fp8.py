@@ -1,11 +1,12 @@
-"""Linear layers whose matrix products take 8-bit floating point numbers.
+"""FP8 linear layers.
 
-Values are scaled just before each product ("current scaling"), so that the largest magnitude is
-the greatest number of the format: one scale a tensor (``tensorwise``), one a row (``rowwise``), or
-one for every block of 128 numbers (``blockwise``, :mod:`flagscale.train.layers.blocks`).
-Activations and weights are e4m3; gradients e5m2 with ``hybrid``, which has more range and less
-precision, and e4m3 with ``e4m3``. Formats and terms: Micikevicius et al., "FP8 formats for deep
-learning", 2022. Sums are fp32, results 16-bit, weights are cast once a step.
+Operands are scaled just before each product (current scaling), so that the largest magnitude maps
+to the maximum of the format. There is one scale per tensor (``tensorwise``), per row (``rowwise``)
+or per block of 128 numbers (``blockwise``, :mod:`flagscale.train.layers.fp8_blockwise`).
+Activations and weights are e4m3. Gradients are e5m2 with ``hybrid``, for more range and less
+precision, and e4m3 with ``e4m3``. Formats and terms follow Micikevicius et al., "FP8 formats for
+deep learning", 2022. Accumulation is fp32, results are 16-bit, and weights are quantized once per
+step.
 """
 
 from __future__ import annotations
@@ -14,30 +15,38 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from flagscale.train.layers import blocks, collectives
-from flagscale.train.layers.accumulating import flat, product_gradient, whole_gradient
+from flagscale.train.layers import collectives, fp8_blockwise
 from flagscale.train.layers.jit import compiled_if_faster
+from flagscale.train.layers.wgrad_accumulation import (
+    accumulate_gradient,
+    accumulate_product,
+    flatten_tokens,
+)
 
 Scaling = Literal["tensorwise", "rowwise", "blockwise"]
 
-FORWARD = torch.float8_e4m3fn
-GRADIENTS = {"hybrid": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}
-MULTIPLE = 16
-"""Of which every dimension of a product has to be one."""
+FORWARD_DTYPE = torch.float8_e4m3fn
+GRADIENT_DTYPES = {"hybrid": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}
+DIMENSION_MULTIPLE = 16
+"""Every dimension of a product must be a multiple of it."""
 
-_TINY = 1e-12
+_MIN_MAGNITUDE = 1e-12
 
 
-class Recipe(NamedTuple):
-    """How products are done; ``weight_gradient``: the weight's gradient in 8 bits too."""
+class Fp8Recipe(NamedTuple):
+    """FP8 settings of a linear layer.
+
+    ``gradients`` is ``hybrid`` or ``e4m3``. ``weight_gradient``: compute the weight gradient in FP8
+    too.
+    """
 
     gradients: str
     scaling: Scaling
     weight_gradient: bool
 
 
-class Cast(NamedTuple):
-    """A weight ``[out, in]`` in 8 bits, as the forward and as the backward pass need it."""
+class Fp8Weight(NamedTuple):
+    """FP8 weight [out, in] and its transpose, for the forward and the backward pass."""
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -48,39 +57,47 @@ class Cast(NamedTuple):
 def quantize(
     tensor: torch.Tensor, dtype: torch.dtype, scaling: Scaling
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``tensor`` as a matrix of ``dtype``, and the scale that it has to be multiplied by: a
-    number, ``[rows, 1]``, or ``[rows, blocks]``; in fp32."""
+    """Quantize ``tensor`` as a matrix.
+
+    Returns:
+        Values of ``dtype``, and the fp32 scales to multiply them by: a scalar, [rows, 1] or
+        [rows, blocks].
+    """
     if scaling == "blockwise":
-        return blocks.along_rows(tensor, dtype)
-    greatest = torch.finfo(dtype).max
+        return fp8_blockwise.quantize_rows(tensor, dtype)
+    dtype_max = torch.finfo(dtype).max
     magnitude = tensor.abs()
-    largest = magnitude.amax() if scaling == "tensorwise" else magnitude.amax(-1, keepdim=True)
-    factor = greatest / largest.float().clamp(min=_TINY)
-    scaled = (tensor.float() * factor).clamp(-greatest, greatest)
+    max_magnitude = (
+        magnitude.amax() if scaling == "tensorwise" else magnitude.amax(-1, keepdim=True)
+    )
+    factor = dtype_max / max_magnitude.float().clamp(min=_MIN_MAGNITUDE)
+    scaled = (tensor.float() * factor).clamp(-dtype_max, dtype_max)
     return scaled.to(dtype), factor.reciprocal()
 
 
-def cast_weight(weight: torch.Tensor, scaling: Scaling) -> Cast:
-    """``weight [out, in]`` in 8 bits."""
+def quantize_weight(weight: torch.Tensor, scaling: Scaling) -> Fp8Weight:
+    """Quantize ``weight`` [out, in]."""
     if scaling == "blockwise":
-        return Cast(*blocks.cast_weight(weight, FORWARD))
-    return Cast(*(_cast_whole(weight) if scaling == "tensorwise" else _cast_rows(weight)))
+        return Fp8Weight(*fp8_blockwise.quantize_weight(weight, FORWARD_DTYPE))
+    return Fp8Weight(
+        *(_quantize_tensorwise(weight) if scaling == "tensorwise" else _quantize_rowwise(weight))
+    )
 
 
-@compiled_if_faster(sizes=blocks.WEIGHTS)
-def _cast_whole(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    values, scale = quantize(weight, FORWARD, "tensorwise")
-    # A tensor of its own: a graph cannot take one tensor twice.
+@compiled_if_faster(max_shapes=fp8_blockwise.MAX_WEIGHT_SHAPES)
+def _quantize_tensorwise(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    values, scale = quantize(weight, FORWARD_DTYPE, "tensorwise")
+    # A copy, because a compiled graph cannot return one tensor twice.
     return values, scale, values.t().contiguous(), scale.clone()
 
 
-@compiled_if_faster(sizes=blocks.WEIGHTS)
-def _cast_rows(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    transposed = quantize(weight.t().contiguous(), FORWARD, "rowwise")
-    return *quantize(weight, FORWARD, "rowwise"), *transposed
+@compiled_if_faster(max_shapes=fp8_blockwise.MAX_WEIGHT_SHAPES)
+def _quantize_rowwise(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    transposed = quantize(weight.t().contiguous(), FORWARD_DTYPE, "rowwise")
+    return *quantize(weight, FORWARD_DTYPE, "rowwise"), *transposed
 
 
-def _product(
+def _scaled_matmul(
     left: torch.Tensor,
     left_scale: torch.Tensor,
     right: torch.Tensor,
@@ -90,10 +107,15 @@ def _product(
     *,
     fast: bool,
 ) -> torch.Tensor:
-    """``left [m, k] x right [n, k]^T``, a weight. ``fast`` adds up with fewer bits, which
-    gradients, small beside what they are added to, do not bear; by blocks nothing does."""
+    """Compute ``left [m, k] · right [n, k]^T``; ``right`` is a weight.
+
+    ``fast`` accumulates with fewer bits, which is too imprecise for gradients. Blockwise products
+    ignore it.
+    """
     if scaling == "blockwise":
-        return blocks.multiply(left, left_scale, right, right_scale, dtype, squares=True)
+        return fp8_blockwise.multiply_blockwise(
+            left, left_scale, right, right_scale, dtype, squares=True
+        )
     return torch._scaled_mm(
         left,
         right.t(),
@@ -105,7 +127,7 @@ def _product(
 
 
 class Fp8Linear(torch.autograd.Function):
-    """``input [..., in] x weight [out, in]^T``; see :mod:`flagscale.train.layers.linear`."""
+    """FP8 product ``input [..., in] · weight [out, in]^T`` with an accumulated weight gradient."""
 
     @staticmethod
     def forward(
@@ -115,40 +137,60 @@ class Fp8Linear(torch.autograd.Function):
         accumulator: torch.Tensor | None,
         *settings: Any,
     ) -> torch.Tensor:
-        """``settings``: a :class:`Cast`, a :class:`Recipe`, and how the input is shared."""
-        cast, scale, transposed, transposed_scale = settings[:4]
+        """Run the product.
+
+        ``settings`` are the fields of a :class:`Fp8Weight` and of a :class:`Fp8Recipe`, and the
+        sharing of the input.
+        """
+        weight_values, weight_scale, transposed, transposed_scale = settings[:4]
         ctx.gradients, scaling, ctx.weight_gradient = settings[4:7]
         sharing, size, group = settings[7:]
         ctx.save_for_backward(input_, weight, accumulator, transposed, transposed_scale)
         ctx.scaling, ctx.sharing, ctx.size, ctx.group = scaling, sharing, size, group
         if sharing == "gather":
             input_ = collectives.wait(collectives.start_all_gather(input_, size, group))
-        values, input_scale = quantize(flat(input_), FORWARD, scaling)
-        output = _product(values, input_scale, cast, scale, input_.dtype, scaling, fast=True)
-        # No view: in evaluation megatron.core adds to it in place and then insists on none.
-        whole: torch.Tensor = torch.ops.aten._unsafe_view(
+        values, input_scale = quantize(flatten_tokens(input_), FORWARD_DTYPE, scaling)
+        output = _scaled_matmul(
+            values, input_scale, weight_values, weight_scale, input_.dtype, scaling, fast=True
+        )
+        # Not a view: in evaluation megatron.core adds to the output in place, which requires a base
+        # tensor.
+        reshaped: torch.Tensor = torch.ops.aten._unsafe_view(
             output, [*input_.shape[:-1], output.shape[-1]]
         )
-        return whole
+        return reshaped
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         input_, weight, accumulator, transposed, transposed_scale = ctx.saved_tensors
-        values, scale = quantize(flat(gradient), GRADIENTS[ctx.gradients], ctx.scaling)
+        values, scale = quantize(
+            flatten_tokens(gradient), GRADIENT_DTYPES[ctx.gradients], ctx.scaling
+        )
 
-        def of_input() -> torch.Tensor:
+        def compute_input_gradient() -> torch.Tensor:
             settings = (gradient.dtype, ctx.scaling)
-            found = _product(values, scale, transposed, transposed_scale, *settings, fast=False)
-            return found.view(*gradient.shape[:-1], -1)
+            input_gradient = _scaled_matmul(
+                values, scale, transposed, transposed_scale, *settings, fast=False
+            )
+            return input_gradient.view(*gradient.shape[:-1], -1)
 
-        def of_weight(whole: torch.Tensor) -> torch.Tensor:
-            return _weight_gradient(ctx, gradient, values, scale, whole, weight, accumulator)
+        def compute_weight_gradient(whole: torch.Tensor) -> torch.Tensor:
+            return _compute_weight_gradient(
+                ctx, gradient, values, scale, whole, weight, accumulator
+            )
 
-        both = collectives.gradients(input_, of_input, of_weight, ctx.sharing, ctx.size, ctx.group)
-        return *both, *[None] * 11
+        input_and_weight_gradients = collectives.compute_gradients(
+            input_,
+            compute_input_gradient,
+            compute_weight_gradient,
+            ctx.sharing,
+            ctx.size,
+            ctx.group,
+        )
+        return *input_and_weight_gradients, *[None] * 11
 
 
-def _weight_gradient(
+def _compute_weight_gradient(
     ctx: Any,
     gradient: torch.Tensor,
     values: torch.Tensor,
@@ -157,23 +199,29 @@ def _weight_gradient(
     weight: torch.Tensor,
     accumulator: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``gradient^T x input``, added to the accumulator where there is one. ``values`` and
-    ``scale`` are the gradient in 8 bits, by rows of tokens."""
+    """Compute ``gradient^T · input`` and add it to the accumulator, if there is one.
+
+    ``values`` and ``scale`` are the gradient in FP8, with rows of tokens.
+    """
     if not ctx.weight_gradient:
-        return product_gradient(accumulator, weight, gradient, input_)
-    dtype = GRADIENTS[ctx.gradients]
+        return accumulate_product(accumulator, weight, gradient, input_)
+    dtype = GRADIENT_DTYPES[ctx.gradients]
     if ctx.scaling == "blockwise":
-        of_gradient = blocks.along_columns(flat(gradient), dtype)
-        of_input = blocks.along_columns(flat(input_), FORWARD)
-        product = blocks.multiply(*of_gradient, *of_input, gradient.dtype, squares=False)
-        return whole_gradient(accumulator, weight, product)
+        quantized_gradient = fp8_blockwise.quantize_columns(flatten_tokens(gradient), dtype)
+        quantized_input = fp8_blockwise.quantize_columns(flatten_tokens(input_), FORWARD_DTYPE)
+        product = fp8_blockwise.multiply_blockwise(
+            *quantized_gradient, *quantized_input, gradient.dtype, squares=False
+        )
+        return accumulate_gradient(accumulator, weight, product)
     if ctx.scaling == "tensorwise":
         left, left_scale = values.t().contiguous(), scale
-        right, right_scale = quantize(flat(input_), FORWARD, ctx.scaling)
+        right, right_scale = quantize(flatten_tokens(input_), FORWARD_DTYPE, ctx.scaling)
         right = right.t().contiguous()
-    else:  # rows are features now, and have scales of their own
-        left, left_scale = quantize(flat(gradient).t().contiguous(), dtype, ctx.scaling)
-        right, right_scale = quantize(flat(input_).t().contiguous(), FORWARD, ctx.scaling)
+    else:  # rows are features, so both are quantized anew
+        left, left_scale = quantize(flatten_tokens(gradient).t().contiguous(), dtype, ctx.scaling)
+        right, right_scale = quantize(
+            flatten_tokens(input_).t().contiguous(), FORWARD_DTYPE, ctx.scaling
+        )
     settings = (gradient.dtype, ctx.scaling)
-    product = _product(left, left_scale, right, right_scale, *settings, fast=False)
-    return whole_gradient(accumulator, weight, product)
+    product = _scaled_matmul(left, left_scale, right, right_scale, *settings, fast=False)
+    return accumulate_gradient(accumulator, weight, product)

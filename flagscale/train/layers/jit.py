@@ -1,4 +1,4 @@
-"""Functions that are compiled where it pays and is possible."""
+"""Conditional compilation of functions."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from flagscale.accelerators.registry import every
-from flagscale.train.device import uncompiled
+from flagscale.accelerators.registry import list_accelerators
+from flagscale.train.device import compile_disabled
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# Looked up once: what torch compiles cannot follow a search through installed packages.
-_COMPILING = frozenset(kind.torch_type for kind in every() if kind.compiles)
+# Looked up once: torch.compile cannot trace a search through installed packages.
+_COMPILED_DEVICE_TYPES = frozenset(kind.torch_type for kind in list_accelerators() if kind.compiles)
 
 
 @functools.cache
-def why_not_here() -> str | None:
-    """Why this machine cannot compile for a device; None where it can.
+def host_compile_obstacle() -> str | None:
+    """Return the reason why this host cannot compile for a device, or None.
 
-    Triton builds a small extension of Python for every kernel it starts, with a C compiler.
+    Triton builds a small Python extension with a C compiler for every kernel it launches.
     """
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
@@ -39,38 +39,41 @@ def why_not_here() -> str | None:
     return None
 
 
-def _at_most(sizes: int | None) -> AbstractContextManager[None]:
-    if sizes is None:
+def _limit_recompiles(limit: int | None) -> AbstractContextManager[None]:
+    if limit is None:
         return nullcontext()
-    allowed: AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=sizes)
-    return allowed
+    context: AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=limit)
+    return context
 
 
 def compiled_if_faster(
-    *, dynamic: bool = False, sizes: int | None = None
+    *, dynamic: bool = False, max_shapes: int | None = None
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Compile a function where its first argument is a tensor of a device that gains by it: on a
-    CPU compiling takes longer than it saves.
+    """Compile a function for devices that benefit, according to the device of its first argument.
+
+    On a CPU compilation takes longer than it saves.
 
     Args:
-        dynamic: once for all sizes, not once for each.
-        sizes: how many there may be; more is an error. Without it torch's own limit, which is 8.
+        dynamic: compile once for all shapes instead of once per shape.
+        max_shapes: maximum number of shapes; more are an error. None uses torch's limit of 8.
     """
 
-    def compiling(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        if uncompiled():
-            return function  # and torch need not load its compiler
-        fast = torch.compile(function, fullgraph=True, dynamic=dynamic)
+    def decorator(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        if compile_disabled():
+            return function  # avoids loading torch's compiler
+        compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
 
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             first = args[0]
-            pays = isinstance(first, torch.Tensor) and first.device.type in _COMPILING
-            if pays and why_not_here() is None:
-                with _at_most(sizes):
-                    return fast(*args, **kwargs)
+            benefits = (
+                isinstance(first, torch.Tensor) and first.device.type in _COMPILED_DEVICE_TYPES
+            )
+            if benefits and host_compile_obstacle() is None:
+                with _limit_recompiles(max_shapes):
+                    return compiled(*args, **kwargs)
             return function(*args, **kwargs)
 
         return call
 
-    return compiling
+    return decorator

@@ -1,8 +1,8 @@
-"""megatron.core's two parallel linear layers, adding their weights' gradients themselves.
+"""megatron.core's parallel linear layers with in-place accumulation of weight gradients.
 
-``weight.grad`` would be written in 16 bits, read, and added to the fp32 accumulator; here the
-matrix product adds to the accumulator. Construction, sharding attributes and checkpoint keys are
-megatron.core's: only ``forward`` differs.
+megatron.core writes ``weight.grad`` in 16 bits, reads it, and adds it to the fp32 accumulator. Here
+the matrix product adds to the accumulator. Construction, sharding attributes and checkpoint keys
+are megatron.core's: only ``forward`` differs.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch.nn import functional
 
 from flagscale.train.layers import collectives
-from flagscale.train.layers.accumulating import product_gradient
-from flagscale.train.layers.collectives import Sharing, name_of
-from flagscale.train.layers.fp8 import Cast, Fp8Linear, Recipe
-from flagscale.train.layers.overlapped import GatheredLinear, ScatteredLinear
+from flagscale.train.layers.collectives import InputSharing, get_group_name
+from flagscale.train.layers.fp8 import Fp8Linear, Fp8Recipe, Fp8Weight
+from flagscale.train.layers.tp_comm_overlap import AllGatherLinear, LinearReduceScatter
+from flagscale.train.layers.wgrad_accumulation import accumulate_product
 
 
-class _Linear(torch.autograd.Function):
-    """``input [..., in] x weight [out, in]^T``.
+class _LinearFunction(torch.autograd.Function):
+    """Compute ``input [..., in] · weight [out, in]^T``.
 
-    With ``sharing`` the input's gradient is summed over the ranks of ``group`` while the weight's
-    is computed; ``gather`` starts from a part of the sequence and keeps no more than that.
+    With ``sharing``, the gradient of the input is reduced over the ranks of ``group`` while the
+    gradient of the weight is computed. With ``gather`` the input is a part of the sequence, and
+    only this part is saved for the backward pass.
     """
 
     @staticmethod
@@ -34,7 +35,7 @@ class _Linear(torch.autograd.Function):
         input_: torch.Tensor,
         weight: torch.Tensor,
         accumulator: torch.Tensor | None,
-        sharing: Sharing,
+        sharing: InputSharing,
         size: int,
         group: str,
     ) -> torch.Tensor:
@@ -47,28 +48,37 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         input_, weight, accumulator = ctx.saved_tensors
-        if not ctx.needs_input_grad[1]:  # frozen
-            shared = collectives.input_gradient(gradient @ weight, ctx.sharing, ctx.size, ctx.group)
-            return shared, None, None, None, None, None
+        if not ctx.needs_input_grad[1]:  # frozen weight
+            input_gradient = collectives.reduce_input_gradient(
+                gradient @ weight, ctx.sharing, ctx.size, ctx.group
+            )
+            return input_gradient, None, None, None, None, None
 
-        def of_weight(whole: torch.Tensor) -> torch.Tensor | None:
-            return product_gradient(accumulator, weight, gradient, whole)
+        def compute_weight_gradient(whole: torch.Tensor) -> torch.Tensor | None:
+            return accumulate_product(accumulator, weight, gradient, whole)
 
-        both = collectives.gradients(
-            input_, lambda: gradient @ weight, of_weight, ctx.sharing, ctx.size, ctx.group
+        input_and_weight_gradients = collectives.compute_gradients(
+            input_,
+            lambda: gradient @ weight,
+            compute_weight_gradient,
+            ctx.sharing,
+            ctx.size,
+            ctx.group,
         )
-        return *both, None, None, None, None
+        return *input_and_weight_gradients, None, None, None, None
 
 
-class _Product:
-    """What both layers share: the accumulator, the precision of the product, and whether it hides
-    what ranks exchange for it (see :mod:`flagscale.train.layers.overlapped`)."""
+class _ParallelLinearMixin:
+    """Common part of both layers: gradient accumulator, FP8 and communication overlap.
+
+    For the overlap see :mod:`flagscale.train.layers.tp_comm_overlap`.
+    """
 
     weight: Any
     accumulator: torch.Tensor | None = None
-    recipe: Recipe | None = None
-    cast: Cast | None = None
-    exchanges_hidden: bool = False
+    fp8_recipe: Fp8Recipe | None = None
+    fp8_weight: Fp8Weight | None = None
+    overlaps_communication: bool = False
     explicit_expert_comm: bool
     sequence_parallel: bool
     tp_group: Any
@@ -77,38 +87,41 @@ class _Product:
         weight: torch.nn.Parameter | None = self.weight
         return weight
 
-    def is_shared(self) -> bool:
-        """Whether ranks have parts of this layer, and exchange tokens for its product."""
-        # The experts' dispatcher shares their tokens itself.
+    def is_tensor_parallel(self) -> bool:
+        """Return whether the layer is split over several ranks that communicate for its product."""
+        # The token dispatcher of experts communicates instead of the layer.
         return not (self.explicit_expert_comm or self.tp_group is None or self.tp_group.size() == 1)
 
-    def exchanges(self) -> bool:
-        """Whether what ranks exchange are parts of the sequence."""
-        return self.is_shared() and self.sequence_parallel
+    def communicates_sequence(self) -> bool:
+        """Return whether the communication is sequence-parallel."""
+        return self.is_tensor_parallel() and self.sequence_parallel
 
-    def _product(
-        self, input_: torch.Tensor, weight: torch.Tensor, sharing: Sharing, group: Any
+    def _multiply(
+        self, input_: torch.Tensor, weight: torch.Tensor, sharing: InputSharing, group: Any
     ) -> torch.Tensor:
-        if sharing == "gather" and self.exchanges_hidden:
-            gathered: torch.Tensor = GatheredLinear.apply(  # type: ignore[no-untyped-call]
-                input_, weight, self.accumulator, group.size(), name_of(group)
+        if sharing == "gather" and self.overlaps_communication:
+            gathered: torch.Tensor = AllGatherLinear.apply(  # type: ignore[no-untyped-call]
+                input_, weight, self.accumulator, group.size(), get_group_name(group)
             )
             return gathered
-        shared = (sharing, *((group.size(), name_of(group)) if sharing != "none" else (1, "")))
-        total = self.accumulator
-        if self.recipe is None or self.cast is None:
-            output: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-                input_, weight, total, *shared
+        sharing_settings = (
+            sharing,
+            *((group.size(), get_group_name(group)) if sharing != "none" else (1, "")),
+        )
+        accumulator = self.accumulator
+        if self.fp8_recipe is None or self.fp8_weight is None:
+            output: torch.Tensor = _LinearFunction.apply(  # type: ignore[no-untyped-call]
+                input_, weight, accumulator, *sharing_settings
             )
         else:
             output = Fp8Linear.apply(  # type: ignore[no-untyped-call]
-                input_, weight, total, *self.cast, *self.recipe, *shared
+                input_, weight, accumulator, *self.fp8_weight, *self.fp8_recipe, *sharing_settings
             )
         return output
 
 
-class AccumulatingColumnLinear(_Product, ColumnParallelLinear):  # type: ignore[misc]
-    """Each rank holds some of the output's features."""
+class AccumulatingColumnLinear(_ParallelLinearMixin, ColumnParallelLinear):  # type: ignore[misc]
+    """Column-parallel linear layer: each rank holds some output features."""
 
     def forward(
         self,
@@ -116,10 +129,9 @@ class AccumulatingColumnLinear(_Product, ColumnParallelLinear):  # type: ignore[
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Output ``[sequence, batch, features of this rank]``, and the bias where it is left to
-        the caller."""
-        output = self._product(
-            input_, self.weight if weight is None else weight, self._sharing(), self.tp_group
+        """Return the output [s, b, features of this rank], and the bias if ``skip_bias_add``."""
+        output = self._multiply(
+            input_, self.weight if weight is None else weight, self._input_sharing(), self.tp_group
         )
         if self.bias is not None and not self.skip_bias_add:
             output = output + self.bias
@@ -128,35 +140,37 @@ class AccumulatingColumnLinear(_Product, ColumnParallelLinear):  # type: ignore[
             output = mappings.gather_from_tensor_model_parallel_region(output, group=self.tp_group)
         return output, self.bias if self.skip_bias_add else None
 
-    def _sharing(self) -> Sharing:
-        if self.exchanges():
+    def _input_sharing(self) -> InputSharing:
+        if self.communicates_sequence():
             return "gather"
-        return "reduce" if self.is_shared() and self.allreduce_dgrad else "none"
+        return "reduce" if self.is_tensor_parallel() and self.allreduce_dgrad else "none"
 
 
-class AccumulatingRowLinear(_Product, RowParallelLinear):  # type: ignore[misc]
-    """Each rank holds some of the input's features; outputs are summed over ranks."""
+class AccumulatingRowLinear(_ParallelLinearMixin, RowParallelLinear):  # type: ignore[misc]
+    """Row-parallel linear layer: each rank holds some input features, outputs are reduced."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Output ``[sequence, batch, features]`` (with sequence parallelism this rank's part of
-        the sequence), and the bias where it is left to the caller."""
+        """Return the output [s, b, features], and the bias if ``skip_bias_add``.
+
+        With sequence parallelism the output is this rank's part of the sequence.
+        """
         group = self.tp_group
         if not self.input_is_parallel:
             input_ = mappings.scatter_to_tensor_model_parallel_region(input_, group=group)
-        if self.exchanges_hidden:
-            part: torch.Tensor = ScatteredLinear.apply(  # type: ignore[no-untyped-call]
-                input_, self.weight, self.accumulator, group.size(), name_of(group)
+        if self.overlaps_communication:
+            scattered: torch.Tensor = LinearReduceScatter.apply(  # type: ignore[no-untyped-call]
+                input_, self.weight, self.accumulator, group.size(), get_group_name(group)
             )
-            return self._with_bias(part)
-        output = self._product(input_, self.weight, "none", None)
-        if self.is_shared():
+            return self._add_bias(scattered)
+        output = self._multiply(input_, self.weight, "none", None)
+        if self.is_tensor_parallel():
             if self.sequence_parallel:
                 output = collectives.reduce_scatter(output, group)
             else:
                 output = mappings.reduce_from_tensor_model_parallel_region(output, group=group)
-        return self._with_bias(output)
+        return self._add_bias(output)
 
-    def _with_bias(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _add_bias(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias, None

@@ -1,14 +1,14 @@
-"""Low-rank adapters beside parallel linear layers (Hu et al., "LoRA", 2021).
+"""LoRA adapters for parallel linear layers (Hu et al., "LoRA", 2021).
 
-A layer's weight W does not change; trained are A ``[rank, in]`` and B ``[out, rank]``, and the
-output is ``W x + alpha / rank * B A x``. B starts as zeros, so that training starts from the base.
-Of the two the one on the side that tensor parallelism splits is split with W; the other is whole on
-every rank, and what is summed or gathered between them is ``rank`` wide.
+The weight W of a layer is frozen. Trained are A [rank, in] and B [out, rank], and the output is
+``W x + alpha / rank · B A x``. B starts at zero, so that training starts from the base model. The
+matrix on the side that tensor parallelism splits is split with W. The other one is replicated, and
+the communication between them is ``rank`` wide.
 
-Where a layer is several of Hugging Face's and only some of them get an adapter, B's rows of the
-others stay zeros: in every layout, for every optimizer, saved and merged, it is one more adapter.
+A layer may combine several layers of Hugging Face's model. If only some of them get an adapter, B's
+rows of the others stay zero: in every layout, for every optimizer, in checkpoints and when merged.
 
-What is dropped in training is a share of ``x``, or of what the adapter adds.
+Dropout applies to ``x``, or to the output of the adapter.
 """
 
 from __future__ import annotations
@@ -27,49 +27,58 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch.nn import functional
 
-from flagscale.config.arguments.adapters import FC1, QKV, THEIRS
+from flagscale.config.arguments.rules.adapters import FC1, HUGGINGFACE_LAYERS, QKV
 from flagscale.train.layers import collectives
-from flagscale.train.layers.latent import (
+from flagscale.train.layers.linear import AccumulatingColumnLinear, AccumulatingRowLinear
+from flagscale.train.layers.mla import (
     AccumulatingKeyDownProjection,
     AccumulatingQueryDownProjection,
     KeyDownProjection,
     QueryDownProjection,
 )
-from flagscale.train.layers.linear import AccumulatingColumnLinear, AccumulatingRowLinear
 
-A, B = "lora_a", "lora_b"
-_SPLIT = {A: 1, B: 0}
-"""The dimension in which each is split, if it is."""
-_NEVER = ("experts", "shared_experts", "mtp")
+LORA_A, LORA_B = "lora_a", "lora_b"
+_SPLIT_DIMENSION = {LORA_A: 1, LORA_B: 0}
+"""Dimension along which each matrix is split, if it is."""
+_EXCLUDED_MODULES = ("experts", "shared_experts", "mtp")
 """Modules whose layers get no adapters."""
 
 
 @dataclass(frozen=True)
-class Adapter:
-    """What an adapter is: its ``rank``; what it adds is multiplied by ``alpha`` over that; the
-    share that is dropped in training, of its inputs or, with ``behind``, of what it adds; and how A
-    is drawn (``lora_in_init_method``)."""
+class LoraConfig:
+    """Configuration of an adapter.
+
+    Attributes:
+        rank: inner dimension.
+        alpha: the output is scaled by ``alpha / rank``.
+        dropout: dropout probability in training.
+        dropout_on_output: whether dropout applies to the adapter's output instead of its input.
+        init_method: initialization of A (``lora_in_init_method``).
+    """
 
     rank: int
     alpha: float
     dropout: float = 0.0
-    behind: bool = False
-    drawn: str = "kaiming"
+    dropout_on_output: bool = False
+    init_method: str = "kaiming"
 
-    def deviation(self, inputs: int) -> float:
-        """Standard deviation that A is drawn with, of so many inputs."""
-        known = {
-            "kaiming": 1.0 / math.sqrt(3.0 * inputs),  # of peft's uniform distribution
-            "xavier": math.sqrt(2.0 / (inputs + self.rank)),  # of Glorot and Bengio (2010)
-            "normal": 0.2,  # of Megatron-Bridge
+    def initial_std(self, in_features: int) -> float:
+        """Return the standard deviation of A's initial values for a number of input features."""
+        deviations = {
+            "kaiming": 1.0 / math.sqrt(3.0 * in_features),  # as of peft's uniform distribution
+            "xavier": math.sqrt(2.0 / (in_features + self.rank)),  # Glorot and Bengio (2010)
+            "normal": 0.2,  # as in Megatron-Bridge
         }
-        return known[self.drawn]
+        return deviations[self.init_method]
 
 
-class _Adapted:
-    """Goes before a parallel linear layer's class. What is split is ``split``."""
+class _LoraMixin:
+    """Mixin that precedes a parallel linear layer's class.
 
-    split: str
+    ``lora_split`` names the matrix that is split over tensor-parallel ranks.
+    """
+
+    lora_split: str
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
     training: bool
@@ -78,60 +87,67 @@ class _Adapted:
     tp_group: Any
     lora_a: torch.nn.Parameter
     lora_b: torch.nn.Parameter
-    lora_without: torch.Tensor | None
-    lora: Adapter
+    lora_zero_rows: torch.Tensor | None
+    lora_config: LoraConfig
 
-    def add_adapter(self, adapter: Adapter, without: torch.Tensor | None = None) -> None:
-        """Give the layer A and B, not drawn yet, and freeze the rest.
+    def add_adapter(self, adapter: LoraConfig, zero_rows: torch.Tensor | None = None) -> None:
+        """Add uninitialized A and B to the layer and freeze its other parameters.
 
         Args:
-            adapter: what it is.
-            without: which of this rank's rows of B stay zeros, ``[rows, 1]``.
+            adapter: configuration.
+            zero_rows: rows of this rank's B that stay zero, [rows, 1], or None.
         """
         module: Any = self
         module.requires_grad_(False)
         rows, columns = self.weight.shape
         self.lora_a = torch.nn.Parameter(self.weight.new_zeros(adapter.rank, columns))
         self.lora_b = torch.nn.Parameter(self.weight.new_zeros(rows, adapter.rank))
-        module.register_buffer("lora_without", without, persistent=False)
-        self.lora = adapter
+        module.register_buffer("lora_zero_rows", zero_rows, persistent=False)
+        self.lora_config = adapter
         ranks = self.tp_group.size()
-        for name, parameter in ((A, self.lora_a), (B, self.lora_b)):
-            mine: Any = parameter
-            if name == self.split:
-                set_tensor_model_parallel_attributes(mine, True, _SPLIT[name], 1)
+        for name, parameter in ((LORA_A, self.lora_a), (LORA_B, self.lora_b)):
+            attributes: Any = parameter
+            if name == self.lora_split:
+                set_tensor_model_parallel_attributes(attributes, True, _SPLIT_DIMENSION[name], 1)
             elif self.sequence_parallel and ranks > 1:
-                # Each rank has seen its part of the sequence.
-                mine.sequence_parallel = True
-        inward: Any = self.lora_a
-        inward.spread = adapter.deviation(columns * (ranks if self.split == A else 1))
+                # The gradient is a partial sum over this rank's part of the sequence.
+                attributes.sequence_parallel = True
+        lora_a: Any = self.lora_a
+        lora_a.initial_std = adapter.initial_std(
+            columns * (ranks if self.lora_split == LORA_A else 1)
+        )
 
-    def _down(self, input_: torch.Tensor) -> torch.Tensor:
-        """``A x``, of a part of ``x`` or of all of it."""
-        if not self.lora.behind:
-            input_ = self._dropped(input_, split=self.split == A)
+    def _project_down(self, input_: torch.Tensor) -> torch.Tensor:
+        """Return ``A x``, from this rank's part of ``x`` or all of it."""
+        if not self.lora_config.dropout_on_output:
+            input_ = self._apply_dropout(input_, split=self.lora_split == LORA_A)
         return functional.linear(input_, self.lora_a)
 
-    def _up(self, narrow: torch.Tensor) -> torch.Tensor:
-        outward: torch.Tensor = self.lora_b
-        if self.lora_without is not None:
-            # So their gradients are zeros, of which no optimizer makes anything.
-            outward = outward.masked_fill(self.lora_without, 0.0)
-        added = functional.linear(narrow, outward) * (self.lora.alpha / self.lora.rank)
-        if self.lora.behind:
-            added = self._dropped(added, split=self.split == B)
-        return added
+    def _project_up(self, narrow: torch.Tensor) -> torch.Tensor:
+        lora_b: torch.Tensor = self.lora_b
+        if self.lora_zero_rows is not None:
+            # Their gradients are then zero, so no optimizer changes them.
+            lora_b = lora_b.masked_fill(self.lora_zero_rows, 0.0)
+        output = functional.linear(narrow, lora_b) * (
+            self.lora_config.alpha / self.lora_config.rank
+        )
+        if self.lora_config.dropout_on_output:
+            output = self._apply_dropout(output, split=self.lora_split == LORA_B)
+        return output
 
-    def _dropped(self, tensor: torch.Tensor, *, split: bool) -> torch.Tensor:
-        """The tensor without a share of it, in training. Ranks that have parts of it, by ``split``
-        or of the sequences, drop other things than each other."""
-        if not (self.lora.dropout and self.training):
+    def _apply_dropout(self, tensor: torch.Tensor, *, split: bool) -> torch.Tensor:
+        """Apply dropout in training.
+
+        Ranks that hold different parts of the tensor, by ``split`` or by sequence, draw different
+        masks.
+        """
+        if not (self.lora_config.dropout and self.training):
             return tensor
-        fork: AbstractContextManager[Any] = nullcontext()
+        rng_context: AbstractContextManager[Any] = nullcontext()
         if self.tp_group.size() > 1 and (split or self.sequence_parallel):
-            fork = tensor_parallel.get_cuda_rng_tracker().fork()
-        with fork:
-            return functional.dropout(tensor, self.lora.dropout)
+            rng_context = tensor_parallel.get_cuda_rng_tracker().fork()
+        with rng_context:
+            return functional.dropout(tensor, self.lora_config.dropout)
 
     def sharded_state_dict(
         self,
@@ -139,88 +155,92 @@ class _Adapted:
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> ShardedStateDict:
-        """The layer's weights by their places in the whole, the adapter's among them."""
+        """Return the sharded state of the layer, including its adapter."""
         module: Any = self
-        split = {"weight": 0, "bias": 0} if self.split == B else {"weight": 1}
+        split = {"weight": 0, "bias": 0} if self.lora_split == LORA_B else {"weight": 1}
         return make_sharded_tensors_for_checkpoint(
             module.state_dict(prefix="", keep_vars=True),
             prefix,
-            {**split, self.split: _SPLIT[self.split]},
+            {**split, self.lora_split: _SPLIT_DIMENSION[self.lora_split]},
             sharded_offsets,
             tp_group=self.tp_group,
             dp_cp_group=(metadata or {})["dp_cp_group"],
         )
 
 
-class _Column(_Adapted):
-    split = B
+class _ColumnLoraMixin(_LoraMixin):
+    lora_split = LORA_B
 
     def forward(
         self, input_: torch.Tensor, *args: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the layer's own, with what the adapter adds."""
+        """Add the adapter's output to the layer's output."""
         output, bias = super().forward(input_, *args, **options)  # type: ignore[misc]
-        narrow, group = self._down(input_), self.tp_group
+        narrow, group = self._project_down(input_), self.tp_group
         if group.size() > 1 and self.sequence_parallel:
             narrow = collectives.all_gather(narrow, group)
         elif group.size() > 1:
             narrow = mappings.copy_to_tensor_model_parallel_region(narrow, group=group)
-        return output + self._up(narrow), bias
+        return output + self._project_up(narrow), bias
 
 
-class _Row(_Adapted):
-    split = A
+class _RowLoraMixin(_LoraMixin):
+    lora_split = LORA_A
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As the layer's own, with what the adapter adds."""
+        """Add the adapter's output to the layer's output."""
         output, bias = super().forward(input_)  # type: ignore[misc]
-        narrow, group = self._down(input_), self.tp_group
+        narrow, group = self._project_down(input_), self.tp_group
         if group.size() > 1 and self.sequence_parallel:
             narrow = collectives.reduce_scatter(narrow, group)
         elif group.size() > 1:
             narrow = mappings.reduce_from_tensor_model_parallel_region(narrow, group=group)
-        return output + self._up(narrow), bias
+        return output + self._project_up(narrow), bias
 
 
-class LoraColumnLinear(_Column, ColumnParallelLinear):  # type: ignore[misc]
-    """megatron.core's layer with an adapter."""
+class LoraColumnLinear(_ColumnLoraMixin, ColumnParallelLinear):  # type: ignore[misc]
+    """megatron.core's column-parallel layer with an adapter."""
 
 
-class LoraRowLinear(_Row, RowParallelLinear):  # type: ignore[misc]
-    """megatron.core's layer with an adapter."""
+class LoraRowLinear(_RowLoraMixin, RowParallelLinear):  # type: ignore[misc]
+    """megatron.core's row-parallel layer with an adapter."""
 
 
-class LoraAccumulatingColumnLinear(_Column, AccumulatingColumnLinear):
-    """The faster layer with an adapter."""
+class LoraAccumulatingColumnLinear(_ColumnLoraMixin, AccumulatingColumnLinear):
+    """Optimized column-parallel layer with an adapter."""
 
 
-class LoraAccumulatingRowLinear(_Row, AccumulatingRowLinear):
-    """The faster layer with an adapter."""
+class LoraAccumulatingRowLinear(_RowLoraMixin, AccumulatingRowLinear):
+    """Optimized row-parallel layer with an adapter."""
 
 
 class LoraQueryDownProjection(QueryDownProjection, LoraColumnLinear):
-    """Multi-latent attention's, with an adapter that makes latent numbers before ranks gather
-    them."""
+    """MLA down-projection with an adapter.
+
+    The adapter's output is added before ranks gather the latent vector.
+    """
 
 
 class LoraAccumulatingQueryDownProjection(
     AccumulatingQueryDownProjection, LoraAccumulatingColumnLinear
 ):
-    """The same of the faster layer."""
+    """Optimized version of :class:`LoraQueryDownProjection`."""
 
 
 class LoraKeyDownProjection(KeyDownProjection, LoraColumnLinear):
-    """Multi-latent attention's, with an adapter that makes latent numbers before ranks gather
-    them."""
+    """MLA down-projection with an adapter.
+
+    The adapter's output is added before ranks gather the latent vector.
+    """
 
 
 class LoraAccumulatingKeyDownProjection(
     AccumulatingKeyDownProjection, LoraAccumulatingColumnLinear
 ):
-    """The same of the faster layer."""
+    """Optimized version of :class:`LoraKeyDownProjection`."""
 
 
-_CLASSES: dict[type, type] = {
+_LORA_CLASSES: dict[type, type] = {
     ColumnParallelLinear: LoraColumnLinear,
     RowParallelLinear: LoraRowLinear,
     QueryDownProjection: LoraQueryDownProjection,
@@ -232,61 +252,75 @@ _CLASSES: dict[type, type] = {
 }
 
 
-def attach(model: Any, targets: Mapping[str, tuple[str, ...]], adapter: Adapter) -> None:
-    """Freeze the bare ``model`` and give layers adapters, whose weights are still to be drawn.
+def attach_adapters(
+    model: Any, targets: Mapping[str, tuple[str, ...]], adapter: LoraConfig
+) -> None:
+    """Freeze ``model`` and add uninitialized adapters to its layers.
 
     Args:
-        model: a chunk of it, before data parallelism.
-        targets: names of layers, and of each the parts that get an adapter
+        model: unwrapped model chunk, before it is wrapped in DDP.
+        targets: names of layers, and for each the parts that get an adapter
             (``config.arguments.adapters``).
-        adapter: what each of them is.
+        adapter: configuration of all adapters.
     """
     model.requires_grad_(False)
-    for name, module in _layers(model, targets):
-        # The classes differ in methods alone.
-        module.__class__ = _CLASSES[type(module)]
-        module.add_adapter(adapter, _without(module, name, targets[name]))
+    for name, module in _find_target_layers(model, targets):
+        # The classes differ only in methods.
+        module.__class__ = _LORA_CLASSES[type(module)]
+        module.add_adapter(adapter, _rows_without_adapter(module, name, targets[name]))
     if model.pre_process:
-        model.embedding.register_forward_hook(_ask_for_gradient)
+        model.embedding.register_forward_hook(_require_output_grad)
 
 
-def _without(module: Any, name: str, parts: tuple[str, ...]) -> torch.Tensor | None:
-    """Which rows of a layer, that is several of Hugging Face's, are of none of these; None if all
-    are of some, ``[rows, 1]``."""
-    config, apart = module.config, tuple[torch.Tensor, ...]()
+def _rows_without_adapter(module: Any, name: str, parts: tuple[str, ...]) -> torch.Tensor | None:
+    """Return the mask [rows, 1] of rows without an adapter, or None if all rows have one.
+
+    A layer may combine several layers of Hugging Face's model. Those in ``parts`` have an adapter.
+    """
+    config, part_rows = module.config, tuple[torch.Tensor, ...]()
     rows = torch.zeros(len(module.weight), dtype=torch.bool, device=module.weight.device)
     if name == QKV:
-        # Group by group: its queries, its keys, its values.
+        # One group after the other: queries, keys, values.
         groups = rows.view(config.num_query_groups // module.tp_group.size(), -1)
         width = config.kv_channels
-        apart = groups[:, : -2 * width], groups[:, -2 * width : -width], groups[:, -width:]
+        part_rows = groups[:, : -2 * width], groups[:, -2 * width : -width], groups[:, -width:]
     elif name == FC1 and config.gated_linear_unit:
-        apart = rows.chunk(2)
-    for part, own in zip(THEIRS[name] if apart else (), apart, strict=True):
-        own.fill_(part not in parts)
+        part_rows = rows.chunk(2)
+    for part, part_mask in zip(
+        HUGGINGFACE_LAYERS[name] if part_rows else (), part_rows, strict=True
+    ):
+        part_mask.fill_(part not in parts)
     return rows[:, None] if rows.any() else None
 
 
-def _layers(model: torch.nn.Module, targets: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _find_target_layers(
+    model: torch.nn.Module, targets: Collection[str]
+) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
-        *above, own = name.split(".")
-        if own in targets and not set(above) & set(_NEVER) and type(module) in _CLASSES:
-            yield own, module
+        *parents, leaf = name.split(".")
+        if (
+            leaf in targets
+            and not set(parents) & set(_EXCLUDED_MODULES)
+            and type(module) in _LORA_CLASSES
+        ):
+            yield leaf, module
 
 
-def _ask_for_gradient(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
-    """Layers that are recomputed, and pipeline stages, have a backward pass where their input asks
-    for a gradient; frozen embeddings do not."""
+def _require_output_grad(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
+    """Make the output of frozen embeddings require a gradient.
+
+    Recomputed layers and pipeline stages have a backward pass only if their input requires one.
+    """
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_()
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is an adapter's."""
-    return name.rpartition(".")[2] in (A, B)
+    """Return whether the parameter ``name`` belongs to an adapter."""
+    return name.rpartition(".")[2] in (LORA_A, LORA_B)
 
 
-def spread(parameter: Any) -> float:
-    """Standard deviation that A is drawn with."""
-    own: float = parameter.spread
-    return own
+def initial_std_of(parameter: Any) -> float:
+    """Return the standard deviation of the initial values of A."""
+    std: float = parameter.initial_std
+    return std

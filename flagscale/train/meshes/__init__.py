@@ -1,1 +1,1 @@
-"""Heterogeneous meshes: process groups, what stages exchange, gradients over unlike layouts."""
+"""Heterogeneous meshes: process groups, communication between stages, gradients, layout search."""

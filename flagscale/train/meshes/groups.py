@@ -1,10 +1,10 @@
-"""Process groups of a job whose meshes are laid out unlike each other.
+"""Process groups of a job with heterogeneous meshes.
 
-megatron.core keeps the groups of this rank in :mod:`megatron.core.parallel_state`, made for one
-layout of all ranks. Here each is made for the layout of the rank's own mesh and put in the same
-place, so that layers, data parallelism, optimizer, router and checkpoints run unchanged. Only the
-pipeline has no group: it runs through all meshes, and what is asked of it is this rank's stage and
-how many stages there are (:class:`Stages`).
+megatron.core keeps the groups of a rank in :mod:`megatron.core.parallel_state`, created for one
+layout of all ranks. Here they are created for the layout of the rank's own mesh and stored there,
+so that layers, data parallelism, optimizer, router and checkpoints work unchanged. Only the
+pipeline has no group: it spans all meshes, and only this rank's stage and the number of stages are
+needed (:class:`PipelineStagePosition`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.parallel_state import RankGenerator
 
-from flagscale.config.arguments.meshes import Mesh, Meshes, Stage
+from flagscale.config.arguments.hetero.meshes import Mesh, Meshes, Stage
 
-_ORDER = "tp-cp-ep-dp-pp"
+_RANK_ORDER = "tp-cp-ep-dp-pp"
 
-# What parallel_state calls a group, and the parallel sizes whose ranks it joins.
-_DENSE = {
+# Attribute of parallel_state for each group, and the parallel dimensions that the group spans.
+_DENSE_GROUPS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
     "_CONTEXT_PARALLEL_GROUP": "cp",
     "_DATA_PARALLEL_GROUP": "dp",
@@ -36,7 +36,7 @@ _DENSE = {
     "_TENSOR_AND_DATA_PARALLEL_GROUP": "tp-dp",
     "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp-dp-cp",
 }
-_EXPERTS = {
+_EXPERT_GROUPS = {
     "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
     "_EXPERT_TENSOR_PARALLEL_GROUP": "tp",
     "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "tp-ep",
@@ -44,8 +44,8 @@ _EXPERTS = {
     "_EXPERT_DATA_PARALLEL_GROUP": "dp",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "dp",
 }
-# And where it keeps the ranks of some of them.
-_RANKS = {
+# Attribute with the ranks of a group, for the groups that have one.
+_RANK_LISTS = {
     "_TENSOR_MODEL_PARALLEL_GROUP": "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS",
     "_CONTEXT_PARALLEL_GROUP": "_CONTEXT_PARALLEL_GLOBAL_RANKS",
     "_DATA_PARALLEL_GROUP": "_DATA_PARALLEL_GLOBAL_RANKS",
@@ -56,8 +56,8 @@ _RANKS = {
 
 
 @dataclass(frozen=True)
-class Stages:
-    """Stands for the pipeline's process group: this rank's stage among all."""
+class PipelineStagePosition:
+    """Substitute for the pipeline's process group: index of this rank's stage, number of stages."""
 
     index: int
     count: int
@@ -70,124 +70,153 @@ class Stages:
 
 
 @dataclass(frozen=True)
-class Boundaries:
-    """Groups of all ranks for what stages send each other: activations and gradients apart, since
-    between two ranks both may be under way at once, and NCCL takes messages in their order alone.
-    ``on_host``: through the hosts' memory; ``unlike``: meshes may be on unlike kinds of devices,
-    between which there is no other way."""
+class StageCommunicationGroups:
+    """Groups of all ranks for communication between stages.
+
+    Activations and gradients have separate groups, because both may be in flight between two ranks,
+    and NCCL delivers the messages of a group in order only.
+
+    Attributes:
+        forward: group for activations.
+        backward: group for gradients.
+        through_host: whether messages are sent from host memory.
+        mixed_devices: whether meshes may have different kinds of devices, which can only
+            communicate through host memory.
+    """
 
     forward: dist.ProcessGroup
     backward: dist.ProcessGroup
-    on_host: bool
-    unlike: bool = False
+    through_host: bool
+    mixed_devices: bool = False
 
 
 @dataclass(frozen=True)
 class MeshGroups:
-    """Groups that only heterogeneous training has. ``ends``: of the rows of a tied embedding that
-    this rank holds, from the first row on, the ranks of both ends of the pipeline with the same."""
+    """Additional groups of heterogeneous training.
 
-    boundaries: Boundaries
-    ends: tuple[dist.ProcessGroup, ...]
+    ``tied_embedding_groups``: for each piece of a tied embedding's rows on this rank, in order, the
+    ranks of the first and the last stage that hold the same rows.
+    """
 
-    def on_unlike_devices(self) -> MeshGroups:
-        """The same groups where ranks are not all on one kind of device."""
-        return replace(self, boundaries=replace(self.boundaries, unlike=True))
+    stage_groups: StageCommunicationGroups
+    tied_embedding_groups: tuple[dist.ProcessGroup, ...]
+
+    def with_mixed_devices(self) -> MeshGroups:
+        """Return the groups for a job whose ranks have different kinds of devices."""
+        return replace(self, stage_groups=replace(self.stage_groups, mixed_devices=True))
 
 
-class _Maker:
-    """Makes groups; of the same ranks only one. All ranks ask for the same groups in one order."""
+class _GroupFactory:
+    """Creates process groups, only one for each set of ranks.
 
-    def __init__(self, minutes: float) -> None:
-        self._timeout = timedelta(minutes=minutes)
-        self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    All ranks request the same groups in order.
+    """
 
-    def group(self, ranks: tuple[int, ...], description: str | None = None) -> Any:
-        if ranks not in self._made:
-            self._made[ranks] = dist.new_group(
+    def __init__(self, timeout_minutes: float) -> None:
+        self._timeout = timedelta(minutes=timeout_minutes)
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def get_or_create(self, ranks: tuple[int, ...], description: str | None = None) -> Any:
+        if ranks not in self._groups:
+            self._groups[ranks] = dist.new_group(
                 list(ranks), timeout=self._timeout, group_desc=description
             )
-        return self._made[ranks]
+        return self._groups[ranks]
 
-    def of_all(self, backend: str | None) -> Any:
+    def create_world_group(self, backend: str | None) -> Any:
         return dist.new_group(backend=backend, timeout=self._timeout)
 
 
-def make(meshes: Meshes, stage: Stage, *, minutes: float, on_host: bool) -> MeshGroups:
-    """Make the groups of every mesh, and make this rank's megatron.core's. All ranks call it.
+def create_mesh_groups(
+    meshes: Meshes, stage: Stage, *, timeout_minutes: float, through_host: bool
+) -> MeshGroups:
+    """Create the groups of every mesh and store this rank's in parallel_state. All ranks call it.
 
     Args:
-        meshes: of the whole job.
-        stage: this rank's.
-        minutes: after which a collective that does not finish fails.
-        on_host: stages send each other through the hosts' memory.
+        meshes: meshes of the whole job.
+        stage: stage of this rank.
+        timeout_minutes: timeout of collectives.
+        through_host: whether stages communicate through host memory.
     """
-    rank, maker = dist.get_rank(), _Maker(minutes)
+    rank, factory = dist.get_rank(), _GroupFactory(timeout_minutes)
     for index, mesh in enumerate(meshes.meshes):
-        named = list(_all_groups(mesh, meshes.first_rank(index)))
-        uses: dict[tuple[int, ...], list[str]] = defaultdict(list)
-        for name, ranks in named:
-            uses[ranks].append(name.strip("_"))
-        for name, ranks in named:
-            group = maker.group(ranks, " ".join(uses[ranks]))
+        group_ranks = list(_iter_groups(mesh, meshes.first_rank(index)))
+        descriptions: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for name, ranks in group_ranks:
+            descriptions[ranks].append(name.strip("_"))
+        for name, ranks in group_ranks:
+            group = factory.get_or_create(ranks, " ".join(descriptions[ranks]))
             if rank in ranks:
                 setattr(parallel_state, name, group)
-                if name in _RANKS:
-                    setattr(parallel_state, _RANKS[name], list(ranks))
-    _fill_in(meshes, stage)
-    backend = "gloo" if on_host else None
-    boundaries = Boundaries(maker.of_all(backend), maker.of_all(backend), on_host)
-    return MeshGroups(boundaries, tuple(_ends(meshes, rank, maker)))
-
-
-def _all_groups(mesh: Mesh, first: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    dense = RankGenerator(
-        tp=mesh.tp, ep=1, dp=mesh.dp, pp=mesh.pp, cp=mesh.cp, order=_ORDER, rank_offset=first
+                if name in _RANK_LISTS:
+                    setattr(parallel_state, _RANK_LISTS[name], list(ranks))
+    _set_pipeline_state(meshes, stage)
+    backend = "gloo" if through_host else None
+    stage_groups = StageCommunicationGroups(
+        factory.create_world_group(backend), factory.create_world_group(backend), through_host
     )
-    of_experts = mesh.expert_tp * mesh.ep
+    return MeshGroups(stage_groups, tuple(_create_tied_embedding_groups(meshes, rank, factory)))
+
+
+def _iter_groups(mesh: Mesh, first_rank: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    dense = RankGenerator(
+        tp=mesh.tp,
+        ep=1,
+        dp=mesh.dp,
+        pp=mesh.pp,
+        cp=mesh.cp,
+        order=_RANK_ORDER,
+        rank_offset=first_rank,
+    )
+    expert_ranks = mesh.expert_tp * mesh.ep
     experts = RankGenerator(
         tp=mesh.expert_tp,
         ep=mesh.ep,
-        dp=mesh.stage_ranks // of_experts,
+        dp=mesh.stage_ranks // expert_ranks,
         pp=mesh.pp,
         cp=1,
-        order=_ORDER,
-        rank_offset=first,
+        order=_RANK_ORDER,
+        rank_offset=first_rank,
     )
-    for generator, names in ((dense, _DENSE), (experts, _EXPERTS)):
+    for generator, names in ((dense, _DENSE_GROUPS), (experts, _EXPERT_GROUPS)):
         for name, token in names.items():
             for ranks in generator.get_ranks(token):
                 yield name, tuple(ranks)
 
 
-def _fill_in(meshes: Meshes, stage: Stage) -> None:
-    """What parallel_state knows beside groups."""
-    stages = Stages(stage.index, len(meshes.stages))
-    parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = stages
-    # Of the same place in every stage; who asks wants to know first and last.
-    parallel_state._PIPELINE_GLOBAL_RANKS = [other.first_rank for other in meshes.stages]
+def _set_pipeline_state(meshes: Meshes, stage: Stage) -> None:
+    """Set the pipeline state and the other values of parallel_state that are not groups."""
+    position = PipelineStagePosition(stage.index, len(meshes.stages))
+    parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = position
+    # One rank per stage. Only the first and the last are used.
+    parallel_state._PIPELINE_GLOBAL_RANKS = [stage.first_rank for stage in meshes.stages]
     parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = dist.group.WORLD
-    parallel_state.set_pipeline_model_parallel_rank(stages.index)
-    parallel_state.set_pipeline_model_parallel_world_size(stages.count)
+    parallel_state.set_pipeline_model_parallel_rank(position.index)
+    parallel_state.set_pipeline_model_parallel_world_size(position.count)
     if meshes.chunks > 1:
         parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK = 0
         parallel_state._VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE = meshes.chunks
-    if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # it is the same for every layout
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # does not depend on the layout
         parallel_state._set_global_memory_buffer()
 
 
-def _ends(meshes: Meshes, rank: int, maker: _Maker) -> Iterator[dist.ProcessGroup]:
-    """The pipeline's first and last stage cut a vocabulary in pieces as many as both can: for each
-    piece that this rank has, everyone who has it."""
+def _create_tied_embedding_groups(
+    meshes: Meshes, rank: int, factory: _GroupFactory
+) -> Iterator[dist.ProcessGroup]:
+    """Yield the groups for gradients of a tied embedding.
+
+    The vocabulary is divided into as many pieces as the tensor parallel sizes of the first and the
+    last stage require. For each piece on this rank, the group contains all ranks that hold it.
+    """
     first, last = meshes.stages[0], meshes.stages[-1]
     pieces = math.lcm(first.mesh.tp, last.mesh.tp)
     for piece in range(pieces):
         ranks = tuple(
-            other
+            stage_rank
             for stage in (first, last)
-            for other in stage.ranks
-            if stage.place(other)[2] == piece * stage.mesh.tp // pieces
+            for stage_rank in stage.ranks
+            if stage.place(stage_rank)[2] == piece * stage.mesh.tp // pieces
         )
-        group = maker.group(ranks)
+        group = factory.get_or_create(ranks)
         if rank in ranks:
             yield group

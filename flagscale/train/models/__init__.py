@@ -1,1 +1,1 @@
-"""What is trained: a file a family of models, and what they are built of."""
+"""Model families (one module each) and the parts that their models are built from."""

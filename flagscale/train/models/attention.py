@@ -1,7 +1,7 @@
-"""Core attention by torch's ``scaled_dot_product_attention``.
+"""Core attention with torch's ``scaled_dot_product_attention`` (SDPA).
 
-On CUDA torch runs it as flash attention: no sequence x sequence matrix in memory, and 2.6 times
-the training speed of megatron.core's local attention on an H200. On the CPU it is fused too.
+On CUDA this is flash attention: no [s, s] matrix in memory, and 2.6 times the training speed of
+megatron.core's local attention on an H200. On the CPU it is fused too.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch.nn.attention import SDPBackend
 
 from flagscale.errors import ConfigError
 from flagscale.train.device import Device
-from flagscale.train.models.context import attend
-from flagscale.train.models.documents import attend_masked, attend_within
+from flagscale.train.models.context_parallel import attend_context_parallel
+from flagscale.train.models.document_mask import attend_masked, attend_within_documents
 
-_KERNELS = {
+_SDP_BACKENDS = {
     AttnBackend.flash: SDPBackend.FLASH_ATTENTION,
     AttnBackend.fused: SDPBackend.CUDNN_ATTENTION,
     AttnBackend.unfused: SDPBackend.MATH,
 }
 
-_SWITCHES: Mapping[SDPBackend, Callable[[bool], None]] = {
+_SDP_SWITCHES: Mapping[SDPBackend, Callable[[bool], None]] = {
     SDPBackend.FLASH_ATTENTION: torch.backends.cuda.enable_flash_sdp,
     SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.enable_cudnn_sdp,
     SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.enable_mem_efficient_sdp,
@@ -37,10 +37,11 @@ _SWITCHES: Mapping[SDPBackend, Callable[[bool], None]] = {
 
 
 class SDPAttention(MegatronModule):  # type: ignore[misc]
-    """Causal (or bidirectional) attention over the heads of this tensor-parallel rank.
+    """Causal or bidirectional attention over the heads of this tensor-parallel rank.
 
-    ``attention_backend`` picks torch's kernel for the process (:func:`choose_kernel`): ``auto``
-    the fastest that fits, ``flash``, ``fused`` (cuDNN) or ``unfused`` (plain matrix products).
+    ``attention_backend`` selects torch's kernel for the process (:func:`select_sdp_kernels`):
+    ``auto`` (the fastest supported), ``flash``, ``fused`` (cuDNN) or ``unfused`` (plain matrix
+    products).
     """
 
     def __init__(
@@ -73,22 +74,22 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         attention_mask: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
-            query: ``[sequence, batch, heads, head dimension]``.
-            key: as ``query``, with as many heads as there are query groups.
+            query: [s, b, heads, d].
+            key: [s, b, query groups, d].
             value: as ``key``.
-            attention_mask: None, or what keeps documents apart
-                (:mod:`flagscale.train.models.documents`).
+            attention_mask: None, or the document mask
+                (:mod:`flagscale.train.models.document_mask`).
 
         Returns:
-            ``[sequence, batch, heads x head dimension]``.
+            [s, b, heads · d].
         """
         dropout = self.dropout if self.training else 0.0
-        with self._random_state(dropout):
+        with self._dropout_rng(dropout):
             if self.group.size() > 1:
-                out = attend(
+                out = attend_context_parallel(
                     query,
                     key,
                     value,
@@ -99,7 +100,7 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
                     documents=attention_mask,
                 )
             elif attention_mask is not None:
-                out = self._apart(query, key, value, attention_mask, dropout)
+                out = self._attend_within_documents(query, key, value, attention_mask, dropout)
             else:
                 q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
                 out = functional.scaled_dot_product_attention(
@@ -113,7 +114,7 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
                 )
         return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
-    def _apart(
+    def _attend_within_documents(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -121,41 +122,46 @@ class SDPAttention(MegatronModule):  # type: ignore[misc]
         mask: torch.Tensor,
         dropout: float,
     ) -> torch.Tensor:
-        """Causal attention within documents."""
+        """Compute causal attention within documents; ``mask`` is ``ends`` or ``visible``."""
         if mask.dim() == 1:
-            return attend_within(query, key, value, mask, scale=self.scale, dropout=dropout)
+            return attend_within_documents(
+                query, key, value, mask, scale=self.scale, dropout=dropout
+            )
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         return attend_masked(q, k, v, mask, scale=self.scale, dropout=dropout)
 
-    def _random_state(self, dropout: float) -> AbstractContextManager[Any]:
-        """Heads are split over tensor-parallel ranks, so each rank draws its own dropout."""
+    def _dropout_rng(self, dropout: float) -> AbstractContextManager[Any]:
+        """Return the RNG context of dropout.
+
+        Tensor-parallel ranks have different heads, so they must draw different masks.
+        """
         if not dropout or self.config.sequence_parallel:
             return nullcontext()
         fork: AbstractContextManager[Any] = tensor_parallel.get_cuda_rng_tracker().fork()
         return fork
 
 
-def choose_kernel(config: Any, device: Device) -> None:
-    """Let torch use, in this process, the kernels that ``attention_backend`` names.
+def select_sdp_kernels(config: Any, device: Device) -> None:
+    """Restrict SDPA in this process to the kernels that ``attention_backend`` selects.
 
-    ``auto`` takes cuDNN's on Hopper and later, which is nearly twice as fast as flash attention
-    there, wherever it has one for the heads' width.
+    ``auto`` selects cuDNN on Hopper and later if it supports the head dimension. There it is nearly
+    twice as fast as flash attention.
     """
     if not device.accelerator.fused_attention:
-        return  # other chips have their own choice
-    chosen = config.attention_backend
-    if chosen == AttnBackend.auto and _cudnn_is_faster(config, device):
+        return  # other devices select their own kernel
+    requested = config.attention_backend
+    if requested == AttnBackend.auto and _prefers_cudnn(config, device):
         allowed = {SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH}
-    elif chosen in _KERNELS and config.params_dtype != torch.float32:
-        # For fp32 neither flash attention nor cuDNN has a kernel.
-        allowed = {_KERNELS[chosen]}
+    elif requested in _SDP_BACKENDS and config.params_dtype != torch.float32:
+        # Neither flash attention nor cuDNN supports fp32.
+        allowed = {_SDP_BACKENDS[requested]}
     else:
-        allowed = set(_SWITCHES)
-    for kernel, switch in _SWITCHES.items():
+        allowed = set(_SDP_SWITCHES)
+    for kernel, switch in _SDP_SWITCHES.items():
         switch(kernel in allowed)
 
 
-def _cudnn_is_faster(config: Any, device: Device) -> bool:
+def _prefers_cudnn(config: Any, device: Device) -> bool:
     return bool(
         torch.cuda.get_device_capability(device.torch_device)[0] >= 9
         and config.params_dtype != torch.float32
@@ -163,6 +169,6 @@ def _cudnn_is_faster(config: Any, device: Device) -> bool:
         and config.kv_channels % 8 == 0
         and not config.attention_dropout
         and not config.deterministic_mode
-        # Queries that end where the keys do have a flash kernel alone.
+        # Only flash attention has a kernel that aligns the last query with the last key.
         and config.context_parallel_size == 1
     )

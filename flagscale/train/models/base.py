@@ -1,7 +1,7 @@
-"""What a family of models says and does: the seam behind ``family``.
+"""Interface of a model family for training (:class:`ModelSpec`), selected by ``family``.
 
-The module of a family is imported by the launcher too, which has no torch: what needs torch is
-imported inside the methods that ranks call.
+The launcher, which has no torch, imports the module of a family too. Therefore imports that need
+torch are inside the methods that only ranks call.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flagscale.config.arguments.families import Family, family
+from flagscale.config.arguments.rules.model_family import ModelFamily, get_model_family
 from flagscale.errors import ConfigError
 from flagscale.estimate.arithmetic import flops_per_token
 
@@ -23,96 +23,114 @@ if TYPE_CHECKING:
     from flagscale.train.data.tokenizers import Tokenizer
 
 KEYS = ("tokens", "labels", "loss_mask", "position_ids")
-"""Tensors of a micro-batch, ``[micro_batch_size, seq_length]`` each."""
+"""Tensors of a micro-batch, [b, s] each."""
 DOCUMENTS = "documents"
-"""Key of one more, where documents are kept apart: a number for each token."""
+"""Key of an additional tensor [b, s] with the document number of each token, if documents are
+masked.
+"""
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """The part of a model that one module holds.
+class ChunkSpec:
+    """Description of a model chunk: the part of a model that one module holds.
 
-    ``vocabulary``: the padded one's size. ``stage``: its number among the chunks of a rank, None
-    where a rank has one. ``first``, ``last``: it has the embedding, the head. ``fast``: it is to be
-    built of the faster layers (:mod:`flagscale.train.models.fast`).
+    Attributes:
+        vocabulary: size of the padded vocabulary.
+        vp_stage: virtual pipeline stage of the chunk on its rank, None if a rank has one chunk.
+        first: whether the chunk has the embedding.
+        last: whether the chunk has the output layer.
+        optimized: whether to build it of this project's optimized layers
+            (:mod:`flagscale.train.models.optimized`).
     """
 
     vocabulary: int
-    stage: int | None
+    vp_stage: int | None
     first: bool
     last: bool
-    fast: bool
+    optimized: bool
 
 
 @dataclass(frozen=True)
-class DataKind:
-    """The data sets that a family trains on, as megatron.core builds them.
+class DatasetSpec:
+    """Datasets that a family trains on.
 
-    ``real`` reads indexed files and ``made_up`` reads none; ``config`` makes the configuration of
-    both, from what all data sets are told and from ``options``. A sample is a mapping that has a
-    tensor for each of ``keys``; ``length`` tokens of text go into one.
+    megatron.core's ``BlendedMegatronDatasetBuilder`` builds them.
+
+    Attributes:
+        indexed: dataset class that reads indexed files.
+        mock: dataset class that generates random data.
+        config: configuration class of both, constructed from the common arguments and ``options``.
+        length: number of text tokens in a sample.
+        options: additional arguments of ``config``.
+        keys: keys of a sample, which maps each of them to a tensor.
     """
 
-    real: type
-    made_up: type
+    indexed: type
+    mock: type
     config: type
     length: int
     options: Mapping[str, Any] = field(default_factory=dict)
     keys: tuple[str, ...] = KEYS
 
 
-class ModelSpec(Family, ABC):
-    """A family of models. ``args`` are resolved arguments throughout."""
+class ModelSpec(ModelFamily, ABC):
+    """A model family. ``args`` are resolved arguments in all methods."""
 
     @abstractmethod
-    def build(self, args: Namespace, config: TransformerConfig, chunk: Chunk) -> torch.nn.Module:
-        """A chunk of the bare model, its weights not drawn yet: a ``MegatronModule``.
+    def build(
+        self, args: Namespace, config: TransformerConfig, chunk: ChunkSpec
+    ) -> torch.nn.Module:
+        """Build a chunk of the model, a ``MegatronModule`` with uninitialized weights.
 
-        Its attributes ``pre_process`` and ``post_process`` say whether it has embedding and head,
-        ``share_embeddings_and_output_weights`` whether these are one; ``set_input_tensor`` gets
-        what the stage before gave. Called with :meth:`inputs` it returns what the next stage takes,
-        or on the last one each token's loss ``[micro-batch, sequence]``. What recomputes layers and
-        compiles them finds megatron.core's ``TransformerBlock`` inside.
+        Required of the module:
+
+        - ``pre_process`` and ``post_process`` state whether it has the embedding and the output
+          layer, ``share_embeddings_and_output_weights`` whether their weights are tied.
+        - ``set_input_tensor`` receives the output of the previous pipeline stage.
+        - Called with :meth:`inputs`, it returns the input of the next stage, or on the last stage
+          the loss of each token [b, s].
+        - Recomputation and compilation look for megatron.core's ``TransformerBlock`` inside.
 
         Raises:
-            ConfigError: it cannot be built so.
+            ConfigError: the family does not support these arguments.
         """
 
     @abstractmethod
-    def data(self, args: Namespace, tokenizer: Tokenizer) -> DataKind:
-        """The data sets to train on.
+    def data(self, args: Namespace, tokenizer: Tokenizer) -> DatasetSpec:
+        """Return the datasets to train on.
 
         Raises:
-            DataError: the tokenizer lacks what they need.
+            DataError: the tokenizer lacks a required token.
         """
 
     def vocabulary(self, tokenizer: Tokenizer) -> int:
-        """How many tokens the model tells apart, of text that this tokenizer made."""
+        """Return the number of tokens that the model distinguishes in text of this tokenizer."""
         return tokenizer.vocab_size
 
     def inputs(
         self, batch: Mapping[str, torch.Tensor], *, first: bool, last: bool
     ) -> Mapping[str, torch.Tensor | None]:
-        """The arguments by name of a chunk's forward pass.
+        """Return the keyword arguments of a chunk's forward pass.
 
         Args:
-            batch: a micro-batch of :meth:`data`, with context parallelism this rank's part; and
-                where it tells documents, an ``attention_mask``
-                (:mod:`flagscale.train.models.documents`).
+            batch: micro-batch of the datasets of :meth:`data`, this rank's part with context
+                parallelism. If documents are masked it has an ``attention_mask``
+                (:mod:`flagscale.train.models.document_mask`).
             first: whether the chunk has the embedding.
-            last: whether it has the head. Its losses are weighed by the batch's ``loss_mask``.
+            last: whether the chunk has the output layer. Its losses are weighted by the
+                ``loss_mask`` of the batch.
         """
         return {
             "input_ids": batch["tokens"] if first else None,
-            # Later stages turn by them, too, where they are not just counted.
+            # Later stages need them too, for rotary positions that are not consecutive.
             "position_ids": batch["position_ids"],
-            # Without documents what a token attends to follows from the layers.
+            # Without document masking the layers define the mask.
             "attention_mask": batch.get("attention_mask"),
             "labels": batch["labels"] if last else None,
         }
 
     def trial(self, args: Namespace, vocabulary: int) -> dict[str, torch.Tensor]:
-        """A micro-batch by which layers are timed. ``vocabulary``: how many tokens there are."""
+        """Return a random micro-batch for timing layers. ``vocabulary`` is the number of tokens."""
         import torch
 
         shape = (args.micro_batch_size, args.seq_length)
@@ -133,26 +151,36 @@ class ModelSpec(Family, ABC):
         *,
         on_host: bool,
     ) -> None:
-        """Draw the weights of a chunk, alike in every layout. ``norms``: the value that weights of
-        norms start from; 1 if None. ``on_host``: alike on every kind of device, too."""
-        from flagscale.train.models.initialize import initialize
+        """Initialize the weights of a chunk, identically in every parallel layout.
 
-        initialize(model, config, seed, norms=norms, on_host=on_host)
+        Args:
+            model: unwrapped model chunk.
+            config: the model's configuration.
+            seed: seed of the run.
+            norms: initial value of norm weights; 1 if None.
+            on_host: draw in host memory, so that weights are identical on all device kinds.
+        """
+        from flagscale.train.models.initialize import initialize_weights
+
+        initialize_weights(model, config, seed, norms=norms, on_host=on_host)
 
     def flops_per_token(self, args: Namespace, vocabulary: int) -> float | None:
-        """Floating-point operations of training one token of the padded ``vocabulary``, over all
-        ranks; None where nobody has counted them."""
+        """Return the floating-point operations of training on one token, over all ranks.
+
+        ``vocabulary`` is the size of the padded vocabulary. None if the family does not define
+        them.
+        """
         return flops_per_token(args, vocabulary) if self.transformer is not None else None
 
 
-def spec_of(args: Namespace) -> ModelSpec:
-    """How the family that ``args`` name is trained.
+def get_model_spec(args: Namespace) -> ModelSpec:
+    """Return the model family selected by ``args.family``.
 
     Raises:
-        ConfigError: there is none, or it is none to train.
+        ConfigError: no family has this name, or it is not a :class:`ModelSpec`.
     """
-    found = family(args.family)
-    if not isinstance(found, ModelSpec):
-        where = f"{type(found).__module__}.{type(found).__qualname__}"
-        raise ConfigError(f"family: {args.family}: {where} is no ModelSpec")
-    return found
+    model_family = get_model_family(args.family)
+    if not isinstance(model_family, ModelSpec):
+        class_name = f"{type(model_family).__module__}.{type(model_family).__qualname__}"
+        raise ConfigError(f"family: {args.family}: {class_name} is not a ModelSpec")
+    return model_family

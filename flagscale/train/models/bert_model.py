@@ -1,8 +1,8 @@
-"""A transformer encoder with a head that tells masked tokens.
+"""Transformer encoder with a masked-language-model head.
 
-Its weights have the names and the places of megatron.core's BertModel. That one is not used as it
-is: its head takes a norm that refuses sequence parallelism without Apex, and it wants a mask of
-padding, which sequences here have none of.
+Weights have the names and shapes of megatron.core's BertModel. That class is not used directly: its
+head uses a norm that does not support sequence parallelism without Apex, and it requires a padding
+mask, which sequences here do not need.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
-from flagscale.train.models.base import Chunk
-from flagscale.train.models.fast import Fast
-from flagscale.train.models.layer_specs import block_spec
-from flagscale.train.models.norm import norm_class
+from flagscale.train.models.base import ChunkSpec
+from flagscale.train.models.layer_specs import decoder_block_spec
+from flagscale.train.models.norm import select_norm_class
+from flagscale.train.models.optimized import OptimizedModelMixin
 
 
-class MaskedHead(MegatronModule):  # type: ignore[misc]
-    """Between the encoder and the vocabulary: a linear layer, GELU, a norm. Every tensor-parallel
-    rank holds all of it; with sequence parallelism each has a part of the tokens, and so of the
-    gradients."""
+class MaskedLanguageModelHead(MegatronModule):  # type: ignore[misc]
+    """Linear layer, GELU and norm between the encoder and the output layer.
+
+    Each tensor-parallel rank holds all weights. With sequence parallelism it processes a part of
+    the tokens, so gradients are partial sums.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
@@ -37,26 +39,26 @@ class MaskedHead(MegatronModule):  # type: ignore[misc]
         self.dense = torch.nn.Linear(hidden, hidden, dtype=config.params_dtype)
         for parameter in self.dense.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        norm: Any = norm_class(config)
+        norm: Any = select_norm_class(config)
         self.layer_norm = norm(config, hidden, config.layernorm_epsilon)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``[sequence, batch, hidden]`` to the same."""
-        found: torch.Tensor = self.layer_norm(functional.gelu(self.dense(hidden_states)))
-        return found
+        """Transform hidden states [s, b, h] to [s, b, h]."""
+        output: torch.Tensor = self.layer_norm(functional.gelu(self.dense(hidden_states)))
+        return output
 
 
 class Bert(LanguageModule):  # type: ignore[misc]
-    """A chunk of the model."""
+    """Chunk of the BERT model."""
 
     def __init__(
-        self, args: Namespace, config: TransformerConfig, chunk: Chunk, layers: Any
+        self, args: Namespace, config: TransformerConfig, chunk: ChunkSpec, layers: Any
     ) -> None:
-        """``layers``: the specification of this chunk's."""
+        """Build the chunk; ``layers`` is the specification of its transformer layers."""
         super().__init__(config=config)
         self.pre_process, self.post_process = chunk.first, chunk.last
         self.share_embeddings_and_output_weights = not args.untie_embeddings_and_output_weights
-        self.vp_stage = chunk.stage
+        self.vp_stage = chunk.vp_stage
         self.fp16_lm_cross_entropy = args.fp16_lm_cross_entropy
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(
@@ -67,22 +69,22 @@ class Bert(LanguageModule):  # type: ignore[misc]
                 tp_group=self.pg_collection.tp,
             )
         if args.position_embedding_type == "rope":
-            self.rotary_pos_emb = self._rotary(args)
+            self.rotary_pos_emb = self._build_rotary_embedding(args)
         self.encoder = TransformerBlock(
             config=config,
             spec=layers,
             pre_process=self.pre_process,
             post_process=self.post_process,
             pg_collection=self.pg_collection,
-            vp_stage=chunk.stage,
+            vp_stage=chunk.vp_stage,
         )
         if self.post_process:
-            self.lm_head = MaskedHead(config)
-            self.output_layer = self._output(chunk.vocabulary)
+            self.lm_head = MaskedLanguageModelHead(config)
+            self.output_layer = self._build_output_layer(chunk.vocabulary)
         if self.pre_process or self.post_process:
             self.setup_embeddings_and_output_layer()
 
-    def _rotary(self, args: Namespace) -> RotaryEmbedding:
+    def _build_rotary_embedding(self, args: Namespace) -> RotaryEmbedding:
         return RotaryEmbedding(
             kv_channels=self.config.kv_channels,
             rotary_percent=args.rotary_percent,
@@ -95,7 +97,7 @@ class Bert(LanguageModule):  # type: ignore[misc]
             cp_group=self.pg_collection.cp,
         )
 
-    def _output(self, vocabulary: int) -> Any:
+    def _build_output_layer(self, vocabulary: int) -> Any:
         return tensor_parallel.ColumnParallelLinear(
             self.config.hidden_size,
             vocabulary,
@@ -109,9 +111,9 @@ class Bert(LanguageModule):  # type: ignore[misc]
         )
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """What the stage before gave."""
-        found = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
-        self.encoder.set_input_tensor(found)
+        """Set the output of the previous pipeline stage, [s, b, h]."""
+        hidden_states = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+        self.encoder.set_input_tensor(hidden_states)
 
     def forward(
         self,
@@ -123,21 +125,22 @@ class Bert(LanguageModule):  # type: ignore[misc]
         """Run the chunk.
 
         Args:
-            input_ids: tokens ``[batch, sequence]``, on the first stage.
-            position_ids: their places.
-            attention_mask: none: every token attends to all of its sequence.
-            labels: on the last stage what the tokens are, masked ones too.
+            input_ids: tokens [b, s], on the first stage.
+            position_ids: positions of the tokens [b, s].
+            attention_mask: None, because every token attends to its whole sequence.
+            labels: original tokens [b, s], on the last stage.
 
         Returns:
-            Hidden states ``[sequence, batch, hidden]``; on the last stage each token's
-            cross-entropy ``[batch, sequence]`` in nats, or without labels its logits ``[batch,
-            sequence, vocabulary of this rank]``.
+            Hidden states [s, b, h]. On the last stage the cross-entropy of each token [b, s] in
+            nats, or without labels the logits [b, s, v/tp].
         """
         hidden = None
         if self.pre_process:
             hidden = self.embedding(input_ids=input_ids, position_ids=position_ids)
         hidden = self.encoder(
-            hidden_states=hidden, attention_mask=attention_mask, rotary_pos_emb=self._angles(hidden)
+            hidden_states=hidden,
+            attention_mask=attention_mask,
+            rotary_pos_emb=self._rotary_angles(hidden),
         )
         if not self.post_process:
             return hidden
@@ -148,7 +151,7 @@ class Bert(LanguageModule):  # type: ignore[misc]
             return logits.transpose(0, 1).contiguous()
         return self.compute_language_model_loss(labels, logits)
 
-    def _angles(self, hidden: torch.Tensor | None) -> torch.Tensor | None:
+    def _rotary_angles(self, hidden: torch.Tensor | None) -> torch.Tensor | None:
         rotary = getattr(self, "rotary_pos_emb", None)
         if rotary is None:
             return None
@@ -157,11 +160,11 @@ class Bert(LanguageModule):  # type: ignore[misc]
         return angles
 
 
-class FastBert(Fast, Bert):
-    """The same parameters and the same function."""
+class OptimizedBert(OptimizedModelMixin, Bert):
+    """BERT chunk of optimized layers with the same parameters and outputs."""
 
 
-def build(args: Namespace, config: TransformerConfig, chunk: Chunk) -> Any:
-    """A chunk of the model."""
-    layers = block_spec(args, config, chunk, causal=False)
-    return (FastBert if chunk.fast else Bert)(args, config, chunk, layers)
+def build_bert(args: Namespace, config: TransformerConfig, chunk: ChunkSpec) -> Any:
+    """Build a chunk of the model."""
+    layers = decoder_block_spec(args, config, chunk, causal=False)
+    return (OptimizedBert if chunk.optimized else Bert)(args, config, chunk, layers)

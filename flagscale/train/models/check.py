@@ -1,9 +1,9 @@
-"""Whether this machine has a family of models: what a preflight asks a host's Python.
+"""Check of a host for a model family, run by the preflight in the host's Python.
 
     python -m flagscale.train.models.check NAME
 
-prints one line of JSON: ``found``, what sentences call it, or ``problem`` and ``hint``. Imports
-no torch.
+prints one line of JSON: ``found`` with the display name of the family, or ``problem`` and ``hint``.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from flagscale.errors import ConfigError
-from flagscale.train.models.base import spec_of
+from flagscale.train.models.base import get_model_spec
 
 
-def check(name: str) -> dict[str, str | None]:
-    """What the host answers for the family ``name``."""
+def check_family(name: str) -> dict[str, str | None]:
+    """Return the result of the check for the family ``name``."""
     try:
-        return {"found": spec_of(Namespace(family=name)).shown}
+        return {"found": get_model_spec(Namespace(family=name)).shown}
     except ConfigError as error:
         return {
             "problem": error.message,
@@ -28,9 +28,9 @@ def check(name: str) -> dict[str, str | None]:
         }
 
 
-def main(words: Sequence[str]) -> int:
-    """Answer on standard output; the exit code."""
-    print(json.dumps(check(*words)))
+def main(argv: Sequence[str]) -> int:
+    """Print the result as JSON and return the exit code."""
+    print(json.dumps(check_family(*argv)))
     return 0
 
 

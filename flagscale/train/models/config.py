@@ -1,4 +1,4 @@
-"""megatron.core's configuration objects, from the arguments of the training program."""
+"""megatron.core's configuration objects, built from the arguments of the training program."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.nn import functional
 
-from flagscale.config.arguments.architecture import Architecture
-from flagscale.config.arguments.rules import OPTIMIZER_DTYPES
+from flagscale.config.arguments.rules.optimizer import OPTIMIZER_DTYPES
+from flagscale.config.arguments.spec.model_arguments import Architecture
 from flagscale.errors import ConfigError
 from flagscale.train.device import Device
 
@@ -24,45 +24,47 @@ _Config = TypeVar("_Config")
 
 @dataclass
 class LayerConfig(Architecture, TransformerConfig):  # type: ignore[misc]
-    """A model's configuration."""
+    """Configuration of a transformer model."""
 
 
 @dataclass
-class LatentConfig(Architecture, MLATransformerConfig):  # type: ignore[misc]
-    """Of a model with multi-latent attention."""
+class MlaConfig(Architecture, MLATransformerConfig):  # type: ignore[misc]
+    """Configuration of a model with multi-latent attention (MLA)."""
 
 
-def params_dtype(args: argparse.Namespace) -> torch.dtype:
-    """The precision of the model's weights."""
+def get_params_dtype(args: argparse.Namespace) -> torch.dtype:
+    """Return the dtype of the model's weights."""
     if args.bf16:
         return torch.bfloat16
     return torch.float16 if args.fp16 else torch.float32
 
 
-def implementation(args: argparse.Namespace, device: Device) -> Literal["local", "compiled"]:
-    """How the transformer is built: as ``transformer_impl`` says, compiled where that pays."""
-    chosen = args.transformer_impl
-    if chosen == "auto":
-        chosen = "compiled" if device.compiles or args.fp8 else "local"
-    return "compiled" if chosen == "compiled" else "local"
+def resolve_transformer_impl(
+    args: argparse.Namespace, device: Device
+) -> Literal["local", "compiled"]:
+    """Resolve ``transformer_impl``: ``auto`` compiles if the device benefits from it or for FP8."""
+    transformer_impl = args.transformer_impl
+    if transformer_impl == "auto":
+        transformer_impl = "compiled" if device.compiles or args.fp8 else "local"
+    return "compiled" if transformer_impl == "compiled" else "local"
 
 
-def transformer_config(args: argparse.Namespace, device: Device) -> TransformerConfig:
-    """The model's configuration.
+def build_transformer_config(args: argparse.Namespace, device: Device) -> TransformerConfig:
+    """Return the model's configuration.
 
     Raises:
-        ConfigError: megatron.core refuses the combination; the message is its own.
+        ConfigError: megatron.core rejects the combination; the message is megatron.core's.
     """
-    dtype = params_dtype(args)
-    chosen: dict[str, Any] = {
+    dtype = get_params_dtype(args)
+    overrides: dict[str, Any] = {
         "attention_backend": AttnBackend[str(args.attention_backend).rpartition(".")[2]],
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "autocast_dtype": dtype,
-        # Frees an output once it is on its way. A device's kernels run in order; gloo, however,
-        # may still be reading the memory, and would send what is written there next.
+        # Frees an output once it is being sent. Kernels of a device run in order, but gloo may
+        # still read the memory and would send what is written there next.
         "deallocate_pipeline_outputs": not device.is_host,
-        # What megatron.core is told of this project's own layers.
+        # Features that this project's layers implement; megatron.core must not.
         "transformer_impl": "local",
         "gradient_accumulation_fusion": False,
         "apply_rope_fusion": False,
@@ -70,70 +72,78 @@ def transformer_config(args: argparse.Namespace, device: Device) -> TransformerC
         "moe_grouped_gemm": False,
         "cuda_graph_impl": "none",
         "cuda_graph_scope": [],
-        # Weights are drawn by flagscale.train.models.initialize. Initialisation must stay on all
-        # the same: it is what marks the parameters that are split over tensor-parallel ranks.
+        # Weights are initialized by flagscale.train.models.initialize. perform_initialization must
+        # stay enabled: it marks the parameters that are split over tensor-parallel ranks.
         "perform_initialization": True,
         "use_cpu_initialization": False,
-        "init_method": _leave,
-        "output_layer_init_method": _leave,
-        "embedding_init_method": _leave,
+        "init_method": _keep_uninitialized,
+        "output_layer_init_method": _keep_uninitialized,
+        "embedding_init_method": _keep_uninitialized,
         # Fused by torch.compile, which gains nothing on a CPU.
         "bias_activation_fusion": args.bias_activation_fusion and device.compiles,
         "bias_dropout_fusion": args.bias_dropout_fusion and device.compiles,
         "mtp_num_layers": args.mtp_num_layers or None,
     }
     if args.swiglu:
-        chosen.update(gated_linear_unit=True, activation_func=functional.silu)
+        overrides.update(gated_linear_unit=True, activation_func=functional.silu)
     elif args.openai_gelu:
-        # megatron.core fuses what it takes for another function.
-        chosen.update(activation_func=_gelu_by_tanh, bias_activation_fusion=False)
+        # megatron.core would fuse another function.
+        overrides.update(activation_func=_tanh_gelu, bias_activation_fusion=False)
     elif args.squared_relu:
-        chosen.update(activation_func=squared_relu, bias_activation_fusion=False)
+        overrides.update(activation_func=squared_relu, bias_activation_fusion=False)
     elif not args.add_bias_linear:
-        # megatron.core fuses GELU with the bias only.
-        chosen["bias_activation_fusion"] = False
+        # megatron.core fuses GELU only with a bias.
+        overrides["bias_activation_fusion"] = False
     if args.multi_latent_attention:
-        return _build(LatentConfig, args, {**chosen, **_latent(args)})
-    return _build(LayerConfig, args, chosen)
+        return _build_config(MlaConfig, args, {**overrides, **_mla_overrides(args)})
+    return _build_config(LayerConfig, args, overrides)
 
 
-def _latent(args: argparse.Namespace) -> dict[str, Any]:
-    """What of a configuration of multi-latent attention is not just its argument."""
+def _mla_overrides(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of the MLA configuration that differ from the argument of the same name."""
     return {
-        "q_lora_rank": args.q_lora_rank,  # None is a choice, not a silence
+        "q_lora_rank": args.q_lora_rank,  # None is a valid value
         "kv_channels": args.qk_head_dim + args.qk_pos_emb_head_dim,
-        # Which megatron.core scales scores by whether positions are scaled or not.
+        # megatron.core scales scores by it even if positions are not scaled.
         "mscale_all_dim": 0.0 if args.rope_type == "rope" else args.mscale_all_dim,
         "num_query_groups": args.num_attention_heads,
     }
 
 
-def _gelu_by_tanh(tensor: torch.Tensor) -> torch.Tensor:
+def _tanh_gelu(tensor: torch.Tensor) -> torch.Tensor:
     return functional.gelu(tensor, approximate="tanh")
 
 
-def _leave(tensor: torch.Tensor) -> torch.Tensor:
-    """An initialisation that does nothing."""
+def _keep_uninitialized(tensor: torch.Tensor) -> torch.Tensor:
+    """Initialization function that does nothing."""
     return tensor
 
 
-def ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
-    """How gradients are reduced. With 16-bit weights they are added up in fp32."""
-    chosen = {"grad_reduce_in_fp32": args.grad_reduce_in_fp32 or args.bf16 or args.fp16}
-    return _build(DistributedDataParallelConfig, args, chosen)
+def build_ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
+    """Return the configuration of data parallelism.
+
+    Gradients of 16-bit weights are reduced in fp32.
+    """
+    overrides = {"grad_reduce_in_fp32": args.grad_reduce_in_fp32 or args.bf16 or args.fp16}
+    return _build_config(DistributedDataParallelConfig, args, overrides)
 
 
-def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
-    """The optimizer's configuration."""
-    chosen = {"params_dtype": params_dtype(args), **dict.fromkeys(OPTIMIZER_DTYPES, torch.float32)}
-    return _build(OptimizerConfig, args, chosen)
+def build_optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
+    """Return the optimizer's configuration."""
+    overrides = {
+        "params_dtype": get_params_dtype(args),
+        **dict.fromkeys(OPTIMIZER_DTYPES, torch.float32),
+    }
+    return _build_config(OptimizerConfig, args, overrides)
 
 
-def _build(kind: type[_Config], args: argparse.Namespace, chosen: dict[str, Any]) -> _Config:
-    known = {f.name for f in fields(kind) if f.init}  # type: ignore[arg-type]
-    given = {k: v for k, v in vars(args).items() if k in known and v is not None}
-    given.update({k: v for k, v in chosen.items() if k in known})
+def _build_config(
+    config_class: type[_Config], args: argparse.Namespace, overrides: dict[str, Any]
+) -> _Config:
+    field_names = {f.name for f in fields(config_class) if f.init}  # type: ignore[arg-type]
+    values = {k: v for k, v in vars(args).items() if k in field_names and v is not None}
+    values.update({k: v for k, v in overrides.items() if k in field_names})
     try:
-        return kind(**given)
+        return config_class(**values)
     except (ValueError, AssertionError, RuntimeError) as error:
         raise ConfigError(f"megatron.core refuses this configuration: {error}") from error

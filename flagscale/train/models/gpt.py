@@ -1,13 +1,13 @@
-"""GPT: text is predicted token by token, from what stands before it."""
+"""GPT: decoder-only models that predict the next token."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from flagscale.config.arguments.architecture import OWN
-from flagscale.config.arguments.families import LAYOUTS, Transformer
-from flagscale.train.models.base import DOCUMENTS, KEYS, Chunk, DataKind, ModelSpec
+from flagscale.config.arguments.rules.model_family import FAMILY_LAYOUTS, Transformer
+from flagscale.config.arguments.spec.model_arguments import ARCHITECTURE_OPTIONS
+from flagscale.train.models.base import DOCUMENTS, KEYS, ChunkSpec, DatasetSpec, ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Gpt(ModelSpec):
-    """Llama, Qwen, Mixtral, Gemma and their like: megatron.core's GPTModel."""
+    """Llama, Qwen, Mixtral, Gemma and similar models, built as megatron.core's GPTModel."""
 
     name = "gpt"
     title = "GPT"
@@ -29,30 +29,32 @@ class Gpt(ModelSpec):
         "peft_type",
         "eval_prompts",
         "mtp_num_layers",
-        *OWN,
+        *ARCHITECTURE_OPTIONS,
     )
-    layouts = tuple(LAYOUTS)
+    layouts = tuple(FAMILY_LAYOUTS)
     transformer = Transformer()
 
-    def build(self, args: Namespace, config: TransformerConfig, chunk: Chunk) -> torch.nn.Module:
-        from flagscale.train.models.gpt_model import build
+    def build(
+        self, args: Namespace, config: TransformerConfig, chunk: ChunkSpec
+    ) -> torch.nn.Module:
+        from flagscale.train.models.gpt_model import build_gpt
 
-        made: torch.nn.Module = build(args, config, chunk)
-        return made
+        model: torch.nn.Module = build_gpt(args, config, chunk)
+        return model
 
-    def data(self, args: Namespace, tokenizer: Tokenizer) -> DataKind:
+    def data(self, args: Namespace, tokenizer: Tokenizer) -> DatasetSpec:
         from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
-        from flagscale.train.data.documents import data_sets
+        from flagscale.train.data.document_datasets import select_dataset_classes
 
         del tokenizer
         options = {
             "reset_position_ids": args.reset_position_ids,
-            "reset_attention_mask": False,  # documents are numbered, and no mask is made of data
+            "reset_attention_mask": False,  # datasets number documents instead of building masks
             "eod_mask_loss": args.eod_mask_loss,
             "create_attention_mask": False,
         }
-        apart = args.reset_attention_mask
-        keys = (*KEYS, DOCUMENTS) if apart else KEYS
-        real, made_up = data_sets(apart=apart)
-        return DataKind(real, made_up, GPTDatasetConfig, args.seq_length, options, keys)
+        mask_documents = args.reset_attention_mask
+        keys = (*KEYS, DOCUMENTS) if mask_documents else KEYS
+        real, made_up = select_dataset_classes(with_documents=mask_documents)
+        return DatasetSpec(real, made_up, GPTDatasetConfig, args.seq_length, options, keys)

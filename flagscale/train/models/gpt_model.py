@@ -1,4 +1,4 @@
-"""Builds megatron.core's GPTModel, of its local layers or of this project's faster ones."""
+"""Construction of megatron.core's GPTModel, of its local layers or of optimized ones."""
 
 from __future__ import annotations
 
@@ -9,39 +9,45 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from flagscale.train.layers.rotary import RotaryPair, at
-from flagscale.train.models.base import Chunk
+from flagscale.train.layers.rotary import RotaryPair, select_positions
+from flagscale.train.models.base import ChunkSpec
 from flagscale.train.models.config import LayerConfig
-from flagscale.train.models.fast import Fast
-from flagscale.train.models.layer_specs import block_spec, further_spec
-from flagscale.train.models.mtp import MultiToken
+from flagscale.train.models.layer_specs import decoder_block_spec, mtp_block_spec
+from flagscale.train.models.mtp import MultiTokenPredictionMixin
+from flagscale.train.models.optimized import OptimizedModelMixin
 
 
-class FastGPT(Fast, GPTModel):  # type: ignore[misc]
-    """The same parameters and the same function as megatron.core's."""
+class OptimizedGPT(OptimizedModelMixin, GPTModel):  # type: ignore[misc]
+    """GPTModel of optimized layers, with the same parameters and outputs."""
 
 
-class _Positioned:
-    """Goes before a model's class: rotary positions are those of the batch, not counted."""
+class _BatchPositionsMixin:
+    """Mixin that precedes a model class and takes rotary positions from the batch.
+
+    megatron.core counts positions through the sequence instead.
+    """
 
     config: Any
     decoder: Any
     rotary_pos_emb: Any
 
     def _preprocess(self, input_ids: Any, position_ids: Any, *args: Any, **options: Any) -> Any:
-        found = super()._preprocess(input_ids, position_ids, *args, **options)  # type: ignore[misc]
-        hidden, angles, *rest = found
+        preprocessed = super()._preprocess(input_ids, position_ids, *args, **options)  # type: ignore[misc]
+        hidden, angles, *remaining = preprocessed
         if angles is None or position_ids is None:
-            return found
+            return preprocessed
         length = self.rotary_pos_emb.get_rotary_seq_len(None, self.decoder, hidden, self.config)
-        # Of the whole sequence, whichever part of it this rank has.
-        every = self.rotary_pos_emb(length, packed_seq=True)
-        return hidden, at(every, position_ids), *rest
+        # Angles of the whole sequence, not only of this context-parallel rank's part.
+        all_angles = self.rotary_pos_emb(length, packed_seq=True)
+        return hidden, select_positions(all_angles, position_ids), *remaining
 
 
-class _Scaled:
-    """Goes before a model's class: embeddings are scaled, logits bounded, and layers with a window
-    have rotary positions of their own, where the configuration says so."""
+class _GemmaMixin:
+    """Mixin that precedes a model class, for features of Gemma.
+
+    It scales embeddings, soft-caps logits, and gives sliding-window layers a rotary base of their
+    own, if the configuration sets these.
+    """
 
     config: Any
     pre_process: bool
@@ -51,53 +57,56 @@ class _Scaled:
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # In the embedding's precision, as its weights were trained with.
-        root = torch.tensor(math.sqrt(self.config.hidden_size), dtype=self.config.params_dtype)
-        self.embedding_scale = float(root)
+        # Rounded to the embedding's precision, as in the original training.
+        scale = torch.tensor(math.sqrt(self.config.hidden_size), dtype=self.config.params_dtype)
+        self.embedding_scale = float(scale)
         if self.post_process and self.config.final_logit_softcapping:
-            self.output_layer.register_forward_hook(_bound)
+            self.output_layer.register_forward_hook(_softcap_logits)
         if base := self.config.window_rotary_base:
-            full = self.rotary_pos_emb
-            windowed = type(full)(
+            global_rotary = self.rotary_pos_emb
+            window_rotary = type(global_rotary)(
                 kv_channels=self.config.kv_channels,
                 rotary_percent=options["rotary_percent"],
                 rotary_interleaved=self.config.rotary_interleaved,
                 rotary_base=base,
-                cp_group=full.cp_group,
+                cp_group=global_rotary.cp_group,
             )
-            self.rotary_pos_emb = RotaryPair(full, windowed)
+            self.rotary_pos_emb = RotaryPair(global_rotary, window_rotary)
 
     def _preprocess(self, *args: Any, **options: Any) -> Any:
-        hidden, *rest = super()._preprocess(*args, **options)  # type: ignore[misc]
+        hidden, *remaining = super()._preprocess(*args, **options)  # type: ignore[misc]
         if self.pre_process and self.config.scale_embeddings:
             hidden = hidden * self.embedding_scale
-        return hidden, *rest
+        return hidden, *remaining
 
 
-def _bound(layer: Any, _: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-    """Logits ``s`` as ``c tanh(s / c)``."""
+def _softcap_logits(
+    layer: Any, _: Any, output: tuple[torch.Tensor, Any]
+) -> tuple[torch.Tensor, Any]:
+    """Soft-cap logits ``s`` to ``c tanh(s / c)``."""
     cap: float = layer.config.final_logit_softcapping
     logits, bias = output
     return torch.tanh(logits / cap) * cap, bias
 
 
-def _model(args: Namespace, config: LayerConfig, chunk: Chunk) -> type[Any]:
-    before: list[type] = [MultiToken] if config.mtp_num_layers else []
-    counted = args.multi_latent_attention  # by each layer, and attention takes the distances
-    if args.reset_position_ids and args.position_embedding_type == "rope" and not counted:
-        before.append(_Positioned)
+def _model_class(args: Namespace, config: LayerConfig, chunk: ChunkSpec) -> type[Any]:
+    mixins: list[type] = [MultiTokenPredictionMixin] if config.mtp_num_layers else []
+    # layers count positions themselves, and attention depends only on distances
+    counts_positions = args.multi_latent_attention
+    if args.reset_position_ids and args.position_embedding_type == "rope" and not counts_positions:
+        mixins.append(_BatchPositionsMixin)
     if config.scale_embeddings or config.final_logit_softcapping or config.window_rotary_base:
-        before.append(_Scaled)
-    model = FastGPT if chunk.fast else GPTModel
-    return type(model.__name__, (*before, model), {}) if before else model
+        mixins.append(_GemmaMixin)
+    model = OptimizedGPT if chunk.optimized else GPTModel
+    return type(model.__name__, (*mixins, model), {}) if mixins else model
 
 
-def build(args: Namespace, config: LayerConfig, chunk: Chunk) -> Any:
-    """A chunk of the model."""
-    return _model(args, config, chunk)(
+def build_gpt(args: Namespace, config: LayerConfig, chunk: ChunkSpec) -> Any:
+    """Build a chunk of the model."""
+    return _model_class(args, config, chunk)(
         config=config,
-        transformer_layer_spec=block_spec(args, config, chunk),
-        mtp_block_spec=further_spec(args, config, chunk),
+        transformer_layer_spec=decoder_block_spec(args, config, chunk),
+        mtp_block_spec=mtp_block_spec(args, config, chunk),
         vocab_size=chunk.vocabulary,
         max_sequence_length=args.max_position_embeddings,
         pre_process=chunk.first,
@@ -111,5 +120,5 @@ def build(args: Namespace, config: LayerConfig, chunk: Chunk) -> Any:
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        vp_stage=chunk.stage,
+        vp_stage=chunk.vp_stage,
     )

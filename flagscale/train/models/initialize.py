@@ -1,11 +1,12 @@
-"""Initial weights that do not depend on the parallel layout.
+"""Weight initialization that does not depend on the parallel layout.
 
-Each parameter's values are drawn for the whole, unsplit parameter by a generator seeded with the
-run's seed and the parameter's global name, and each rank keeps its part. So any two layouts start
-from the same model, and so does every data-parallel replica without a broadcast. Generators of
-unlike devices draw unlike numbers: ranks on several kinds of them draw in their hosts' memory. The
-distributions are Megatron-LM's: a normal one of ``init_method_std``, narrower by
-``sqrt(2 x layers)`` for the two matrices of a layer whose output is added to the residual.
+The values of a parameter are drawn for the whole, unsplit parameter, by a generator seeded with
+the run's seed and the parameter's global name. Each rank keeps its shard. Therefore any two
+layouts start from the same model, and data-parallel replicas need no broadcast. Generators of
+different device kinds draw different numbers, so ranks on several kinds draw in host memory.
+
+The distributions are Megatron-LM's: normal with ``init_method_std``, divided by
+``sqrt(2 · num_layers)`` for the two matrices of a layer whose output is added to the residual.
 """
 
 from __future__ import annotations
@@ -23,78 +24,92 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from flagscale.train.layers import lora
 
-_LAYER = re.compile(r"(.*)\.layers\.(\d+)\.(.*)")
-_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)\.(.*)")
-_GROUPED = re.compile(r"(.*\.experts\.)(linear_fc[12]\.weight)")
-_RESIDUAL = re.compile(r"\.(linear_proj|linear_fc2)\.weight$")
-_GATED = re.compile(r"linear_fc1\.(weight|bias)$")
-_EMBEDDING = "embedding.word_embeddings.weight"
+_LAYER_NAME = re.compile(r"(.*)\.layers\.(\d+)\.(.*)")
+_EXPERT_NAME = re.compile(r"(.*\.local_experts\.)(\d+)\.(.*)")
+_GROUPED_EXPERTS_NAME = re.compile(r"(.*\.experts\.)(linear_fc[12]\.weight)")
+_RESIDUAL_NAME = re.compile(r"\.(linear_proj|linear_fc2)\.weight$")
+_GATED_NAME = re.compile(r"linear_fc1\.(weight|bias)$")
+_EMBEDDING_NAME = "embedding.word_embeddings.weight"
 
 
 @torch.no_grad()
-def initialize(
+def initialize_weights(
     model: Any,
     config: TransformerConfig,
     seed: int,
     *,
     norms: float | None = None,
     on_host: bool = False,
-    wanted: Callable[[str], bool] | None = None,
+    selected: Callable[[str], bool] | None = None,
 ) -> None:
-    """Draw every weight of the bare model ``model`` (a chunk of it), in place.
+    """Initialize all weights of a model chunk in place.
 
-    Norms keep what they multiply by, 1, or get the value ``norms``; biases, and the second matrix
-    of adapters, become zero. ``on_host``: numbers are drawn in the host's memory, so that they are
-    the same on every kind of device. ``wanted`` tells by their global names which weights alone.
+    Norm weights keep 1 or get the value ``norms``. Biases and the second matrix of LoRA adapters
+    become zero.
+
+    Args:
+        model: unwrapped model chunk.
+        config: the model's configuration.
+        seed: seed of the run.
+        norms: initial value of norm weights.
+        on_host: draw in host memory, so that weights are identical on all device kinds.
+        selected: predicate on global names; only these weights are initialized.
     """
-    for name, parameter in global_parameters(model, config):
-        if wanted is not None and not wanted(name):
+    for name, parameter in iter_global_parameters(model, config):
+        if selected is not None and not selected(name):
             continue
-        if name.endswith(("bias", lora.B)):
+        if name.endswith(("bias", lora.LORA_B)):
             parameter.zero_()
         elif parameter.dim() > 1:
-            std = lora.spread(parameter) if lora.is_adapter(name) else _std(name, config)
-            generator = _generator(seed, name, "cpu" if on_host else parameter.device)
-            parameter.copy_(_own_part(name, parameter, config, generator, std))
+            std = (
+                lora.initial_std_of(parameter)
+                if lora.is_adapter(name)
+                else _standard_deviation(name, config)
+            )
+            generator = _parameter_generator(seed, name, "cpu" if on_host else parameter.device)
+            parameter.copy_(_draw_shard(name, parameter, config, generator, std))
         elif norms is not None:
             parameter.fill_(norms - config.layernorm_zero_centered_gamma)
 
 
-def blocks(model: torch.nn.Module) -> dict[str, Any]:
-    """The stacks of transformer layers inside ``model``, by name."""
+def find_transformer_blocks(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the transformer blocks of ``model``, by module name."""
     return {n: part for n, part in model.named_modules() if isinstance(part, TransformerBlock)}
 
 
-def global_parameters(
+def iter_global_parameters(
     model: Any, config: TransformerConfig
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters with names that are the same in every layout: layers and experts are counted
-    over the whole model, and a tied output layer is the embedding."""
+    """Yield parameters with names that are the same in every layout.
+
+    Layers and experts are numbered over the whole model. The weight of a tied output layer has the
+    name of the embedding.
+    """
     experts = config.num_moe_experts or 0
     first_expert = (
         parallel_state.get_expert_model_parallel_rank()
         * experts
         // parallel_state.get_expert_model_parallel_world_size()
     )
-    stacks = blocks(model)
-    for local, parameter in model.named_parameters():
-        name = local
-        if (found := _LAYER.fullmatch(name)) and found[1] in stacks:
-            number = stacks[found[1]].layers[int(found[2])].layer_number - 1
-            name = f"{found[1]}.layers.{number}.{found[3]}"
-        if found := _EXPERT.fullmatch(name):
-            name = f"{found[1]}{int(found[2]) + first_expert}.{found[3]}"
-        if found := _GROUPED.fullmatch(name):
-            for index, own in enumerate(_of_experts(parameter)):
-                yield f"{found[1]}local_experts.{index + first_expert}.{found[2]}", own
+    transformer_blocks = find_transformer_blocks(model)
+    for local_name, parameter in model.named_parameters():
+        name = local_name
+        if (match := _LAYER_NAME.fullmatch(name)) and match[1] in transformer_blocks:
+            number = transformer_blocks[match[1]].layers[int(match[2])].layer_number - 1
+            name = f"{match[1]}.layers.{number}.{match[3]}"
+        if match := _EXPERT_NAME.fullmatch(name):
+            name = f"{match[1]}{int(match[2]) + first_expert}.{match[3]}"
+        if match := _GROUPED_EXPERTS_NAME.fullmatch(name):
+            for index, matrix in enumerate(_split_grouped_parameter(parameter)):
+                yield f"{match[1]}local_experts.{index + first_expert}.{match[2]}", matrix
             continue
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
-            name = _EMBEDDING
+            name = _EMBEDDING_NAME
         yield name, parameter
 
 
-def _of_experts(parameter: torch.nn.Parameter) -> Iterator[Any]:
-    """The matrices of the experts that lie in one parameter, each split as the whole is."""
+def _split_grouped_parameter(parameter: torch.nn.Parameter) -> Iterator[Any]:
+    """Yield each expert's matrix of a grouped parameter, with its tensor-parallel attributes."""
     for matrix in parameter:
         for attribute in ("tensor_model_parallel", "allreduce"):
             setattr(matrix, attribute, getattr(parameter, attribute))
@@ -102,9 +117,9 @@ def _of_experts(parameter: torch.nn.Parameter) -> Iterator[Any]:
         yield matrix
 
 
-def _std(name: str, config: TransformerConfig) -> float:
+def _standard_deviation(name: str, config: TransformerConfig) -> float:
     std: float = config.init_method_std
-    if _RESIDUAL.search(name):
+    if _RESIDUAL_NAME.search(name):
         return std / math.sqrt(2.0 * config.num_layers)
     if name.startswith("embedding.") and config.embedding_init_method_std is not None:
         embedding: float = config.embedding_init_method_std
@@ -112,35 +127,35 @@ def _std(name: str, config: TransformerConfig) -> float:
     return std
 
 
-def _generator(seed: int, name: str, device: torch.device | str) -> torch.Generator:
+def _parameter_generator(seed: int, name: str, device: torch.device | str) -> torch.Generator:
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    # One bit less than 64: generators take signed seeds.
+    # 63 bits, because seeds are signed.
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
-def _own_part(
+def _draw_shard(
     name: str,
     parameter: torch.nn.Parameter,
     config: TransformerConfig,
     generator: torch.Generator,
     std: float,
 ) -> torch.Tensor:
-    """This rank's part of the parameter called ``name``, of the shape of ``parameter``."""
+    """Return this rank's shard of the parameter ``name``, with the shape of ``parameter``."""
     shape = list(parameter.shape)
-    dimension, rank, size = _split(parameter)
+    dimension, rank, size = _tensor_parallel_split(parameter)
     shape[dimension] *= size
-    whole = torch.empty(shape, dtype=torch.float32, device=generator.device)
-    whole.normal_(0.0, std, generator=generator)
+    full = torch.empty(shape, dtype=torch.float32, device=generator.device)
+    full.normal_(0.0, std, generator=generator)
     if size == 1:
-        return whole
-    if config.gated_linear_unit and _GATED.search(name):
-        # Gate and up projections are stacked; each rank holds a part of both.
-        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
-    return whole.chunk(size, dimension)[rank]
+        return full
+    if config.gated_linear_unit and _GATED_NAME.search(name):
+        # Gate and up projections are stacked; each rank holds a shard of both.
+        return torch.cat([half.chunk(size)[rank] for half in full.chunk(2)])
+    return full.chunk(size, dimension)[rank]
 
 
-def _split(parameter: torch.nn.Parameter) -> tuple[int, int, int]:
-    """Dimension a parameter is split in, this rank's place, number of parts."""
+def _tensor_parallel_split(parameter: torch.nn.Parameter) -> tuple[int, int, int]:
+    """Return the split dimension of a parameter, this rank's index and the number of shards."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return 0, 0, 1
     dimension: int = parameter.partition_dim  # type: ignore[attr-defined]

@@ -1,13 +1,14 @@
-"""Multi-token prediction (DeepSeek-AI, "DeepSeek-V3", 2024): layers behind the model's last one,
-each of which tells a token one place further ahead than the one before it.
+"""Multi-token prediction (MTP; DeepSeek-AI, "DeepSeek-V3", 2024).
 
-A further layer takes what the one before gave for a token and the embedding of the token that it
-told; embedding and head are the model's own. The layers are megatron.core's, and so is the way in
-which their losses join the backward pass. What the head gives without them stays as it is: their
-losses are weighed and counted here by themselves. They are there for training alone.
+MTP layers follow the last decoder layer. Layer k combines the previous layer's output for a token
+with the embedding of the token k positions ahead and predicts the following token. Embedding and
+output layer are shared with the main model. MTP layers are used in training only.
 
-``labels`` of a place are the next token; the further layer ``k`` (from 1 on) tells the label of the
-place ``k`` further on, and counts where that label counts.
+The layers and the way their losses enter the backward pass are megatron.core's. The main loss stays
+unchanged: MTP losses are masked and counted separately here.
+
+The label of a position is the next token. MTP layer k, from 1 on, predicts the label k positions
+ahead, and counts where that label counts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from megatron.core.transformer.multi_token_prediction import (
     roll_tensor,
 )
 
-_TAKEN = (
+_MTP_INPUTS = (
     "input_ids",
     "position_ids",
     "attention_mask",
@@ -32,34 +33,39 @@ _TAKEN = (
     "rotary_pos_cos",
     "rotary_pos_sin",
 )
-"""What the further layers take of the model's inputs."""
+"""Inputs of the model that MTP layers use."""
 
 
-def further_masks(
+def mtp_loss_masks(
     mask: torch.Tensor, documents: torch.Tensor | None, depth: int
 ) -> Mapping[str, torch.Tensor]:
-    """Which places count for each of ``depth`` further layers, by names.
+    """Return the loss mask [b, s] of each MTP layer, by name.
 
     Args:
-        mask: ``[micro-batch, sequence]``, of whole sequences: which labels count.
-        documents: a number for each token where documents are kept apart: nothing of one is told
-            by another.
-        depth: how many further layers there are.
+        mask: loss mask of whole sequences, [b, s].
+        documents: document number of each token, if documents are masked. A layer does not predict
+            tokens of another document.
+        depth: number of MTP layers.
     """
-    return {f"loss_mask_{ahead}": _ahead(mask, documents, ahead) for ahead in range(1, depth + 1)}
+    return {
+        f"loss_mask_{ahead}": _shift_mask(mask, documents, ahead) for ahead in range(1, depth + 1)
+    }
 
 
-def _ahead(mask: torch.Tensor, documents: torch.Tensor | None, places: int) -> torch.Tensor:
-    found = torch.zeros_like(mask)
-    found[:, :-places] = mask[:, places:]
+def _shift_mask(mask: torch.Tensor, documents: torch.Tensor | None, offset: int) -> torch.Tensor:
+    shifted = torch.zeros_like(mask)
+    shifted[:, :-offset] = mask[:, offset:]
     if documents is not None:
-        found[:, :-places] *= documents[:, :-places] == documents[:, places:]
-    return found
+        shifted[:, :-offset] *= documents[:, :-offset] == documents[:, offset:]
+    return shifted
 
 
-class FurtherLayer(MultiTokenPredictionLayer):  # type: ignore[misc]
-    """megatron.core's, recomputed where the layers before it are: with them by units, and kept
-    where only the first ones of a chunk are."""
+class RecomputableMtpLayer(MultiTokenPredictionLayer):  # type: ignore[misc]
+    """megatron.core's MTP layer with recomputation that matches the decoder layers.
+
+    With ``recompute_method: uniform`` the layer is recomputed. With ``block``, which recomputes
+    only the first layers of a chunk, it is not.
+    """
 
     def _checkpointed_forward(self, forward_func: Any, *args: Any, **kwargs: Any) -> Any:
         if self.config.recompute_method != "uniform":
@@ -68,11 +74,11 @@ class FurtherLayer(MultiTokenPredictionLayer):  # type: ignore[misc]
         return tensor_parallel.checkpoint(forward_func, spread, *args, *kwargs.values())
 
 
-class MultiToken:
-    """Goes before a model's class, whose last chunk has the further layers.
+class MultiTokenPredictionMixin:
+    """Mixin that precedes a model class whose last chunk has MTP layers.
 
-    ``forward`` takes as ``loss_mask`` those of :func:`further_masks`, ``[layer, micro-batch,
-    sequence]``, this rank's part of the sequences.
+    The ``loss_mask`` argument of ``forward`` stacks the masks of :func:`mtp_loss_masks`: [layers,
+    b, s], this rank's part of the sequences.
     """
 
     config: Any
@@ -86,18 +92,20 @@ class MultiToken:
     share_embeddings_and_output_weights: bool
     compute_language_model_loss: Any
     shared_embedding_or_output_weight: Any
-    further_losses: torch.Tensor | None = None
-    """Of each further layer the sum of its losses and the number of tokens, since it was taken."""
+    mtp_loss_sums: torch.Tensor | None = None
+    """Sum of losses and number of tokens of each MTP layer, [layers, 2], since the last reset to
+    None.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         if not self.mtp_process:
             return
-        # It is trained as the first stage's, of which it may be a copy.
+        # Same parameter group as the embedding of the first stage, of which it may be a copy.
         self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
         if self.share_embeddings_and_output_weights:
-            # The embedding's is passed to it. megatron.core means to leave it out, and does so on
-            # the first stage alone.
+            # The tied weight is passed to the output layer. megatron.core omits this weight only on
+            # the first stage.
             self.output_layer.weight = None
 
     def _postprocess(
@@ -109,59 +117,75 @@ class MultiToken:
         runtime_gather_output: bool | None = None,
         **inputs: Any,
     ) -> torch.Tensor:
-        """In place of megatron.core's, which has no further layers without labels and divides by
-        tokens that may be none."""
+        """Replace megatron.core's method.
+
+        The original does not run MTP layers without labels, and divides by a number of tokens that
+        may be zero.
+        """
         if not self.post_process:
             return hidden_states
         weight = None
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
         if self.training and labels is not None and loss_mask is not None:
-            taken = {name: inputs[name] for name in _TAKEN}
-            states = self.mtp(hidden_states=hidden_states, embedding=self.embedding, **taken)
-            hidden_states, *further = torch.chunk(states, 1 + len(loss_mask))
-            hidden_states = self._joined(hidden_states, further, labels, loss_mask, weight)
+            mtp_inputs = {name: inputs[name] for name in _MTP_INPUTS}
+            states = self.mtp(hidden_states=hidden_states, embedding=self.embedding, **mtp_inputs)
+            hidden_states, *mtp_states = torch.chunk(states, 1 + len(loss_mask))
+            hidden_states = self._attach_mtp_losses(
+                hidden_states, mtp_states, labels, loss_mask, weight
+            )
         logits, _ = self.output_layer(
             hidden_states, weight=weight, runtime_gather_output=runtime_gather_output
         )
         if labels is None:
-            whole: torch.Tensor = logits.transpose(0, 1).contiguous()
-            return whole
+            batch_first_logits: torch.Tensor = logits.transpose(0, 1).contiguous()
+            return batch_first_logits
         losses: torch.Tensor = self.compute_language_model_loss(labels, logits)
         return losses
 
-    def _joined(
+    def _attach_mtp_losses(
         self,
         hidden: torch.Tensor,
-        further: list[torch.Tensor],
+        mtp_states: list[torch.Tensor],
         labels: torch.Tensor,
         masks: torch.Tensor,
         weight: torch.Tensor | None,
     ) -> torch.Tensor:
-        """``hidden`` with the losses of the further layers in its backward pass."""
-        scale = self.config.mtp_loss_scaling_factor / len(further)
-        counted = []
-        for states, mask in zip(further, masks, strict=True):
+        """Attach the losses of MTP layers to the backward pass of ``hidden``.
+
+        Args:
+            hidden: output of the last decoder layer, [s, b, h].
+            mtp_states: output of each MTP layer, [s, b, h].
+            labels: [b, s].
+            masks: [layers, b, s].
+            weight: weight of a tied output layer.
+        """
+        scale = self.config.mtp_loss_scaling_factor / len(mtp_states)
+        layer_sums = []
+        for states, mask in zip(mtp_states, masks, strict=True):
             logits, _ = self.output_layer(states, weight=weight)
             labels, _ = roll_tensor(labels, shifts=-1, dims=-1, cp_group=self.cp_group)
             losses = self.compute_language_model_loss(labels, logits).float() * mask
-            counted.append(torch.stack([losses.detach().sum(), mask.sum()]))
-            share = scale * losses / self._tokens(mask)
-            hidden = MTPLossAutoScaler.apply(hidden, share)
-        found = torch.stack(counted).double()
-        self.further_losses = (
-            found if self.further_losses is None else self.further_losses.add_(found)
+            layer_sums.append(torch.stack([losses.detach().sum(), mask.sum()]))
+            scaled_losses = scale * losses / self._loss_divisor(mask)
+            hidden = MTPLossAutoScaler.apply(hidden, scaled_losses)
+        loss_sums = torch.stack(layer_sums).double()
+        self.mtp_loss_sums = (
+            loss_sums if self.mtp_loss_sums is None else self.mtp_loss_sums.add_(loss_sums)
         )
         return hidden
 
-    def _tokens(self, mask: torch.Tensor) -> torch.Tensor | float:
-        """What a rank's losses of a micro-batch are divided by. Where the loss is a mean over the
-        step's tokens, the schedule divides by those of the head; else it is these sequences'
-        tokens, of which data parallelism averages over the ranks that have parts of them."""
+    def _loss_divisor(self, mask: torch.Tensor) -> torch.Tensor | float:
+        """Return the divisor of this rank's losses of a micro-batch.
+
+        With ``calculate_per_token_loss`` the schedule divides by the tokens of the main loss, so it
+        is 1. Otherwise it is the number of tokens of the sequences, of which data parallelism
+        averages over the context-parallel ranks.
+        """
         if self.config.calculate_per_token_loss:
             return 1.0
         count, ranks = mask.sum(), self.cp_group.size()
         if ranks > 1:
             dist.all_reduce(count, group=self.cp_group)
-        own: torch.Tensor = count.clamp(min=1) / ranks
-        return own
+        divisor: torch.Tensor = count.clamp(min=1) / ranks
+        return divisor

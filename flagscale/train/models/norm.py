@@ -1,8 +1,8 @@
-"""Norms that work under sequence parallelism.
+"""Norms that support sequence parallelism.
 
-megatron.core's fallback without Transformer Engine and Apex refuses sequence parallelism. Each
-rank then normalises its part of the sequence, so the gradients of the norm's weights are partial
-sums; ``sequence_parallel`` on a weight is how megatron.core knows to add them up.
+megatron.core's fallback without Transformer Engine and Apex does not. With sequence parallelism
+each rank normalizes its part of the sequence, so the gradients of norm weights are partial sums.
+The attribute ``sequence_parallel`` of a weight makes megatron.core reduce them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from torch.nn import functional
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Root-mean-square norm over the last dimension, as a module of a megatron.core spec."""
+    """RMSNorm over the last dimension, with the constructor of a megatron.core spec."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-class ZeroCentredRMSNorm(torch.nn.RMSNorm):
-    """The same with weights that count from 1: they start as zeros, and what is multiplied by is
-    one more, which 16 bits would round."""
+class ZeroCenteredRMSNorm(torch.nn.RMSNorm):
+    """RMSNorm with zero-centered weights (``layernorm_zero_centered_gamma``).
+
+    Weights start at zero. The factor is one plus the weight, added in fp32 because 16 bits would
+    round.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -33,13 +36,13 @@ class ZeroCentredRMSNorm(torch.nn.RMSNorm):
         torch.nn.init.zeros_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` normalised, of the same shape and precision."""
+        """Return ``x`` normalized, with the same shape and dtype."""
         weight = self.weight.float() + 1
         return functional.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """Layer norm over the last dimension, as a module of a megatron.core spec."""
+    """LayerNorm over the last dimension, with the constructor of a megatron.core spec."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -47,9 +50,8 @@ class LayerNorm(torch.nn.LayerNorm):
         self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def norm_class(config: Any) -> type[torch.nn.Module]:
-    """The norm that a model's configuration names: ``normalization`` (``RMSNorm`` or
-    ``LayerNorm``), ``layernorm_zero_centered_gamma``."""
+def select_norm_class(config: Any) -> type[torch.nn.Module]:
+    """Return the norm class for ``normalization`` and ``layernorm_zero_centered_gamma``."""
     if config.normalization != "RMSNorm":
         return LayerNorm
-    return ZeroCentredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
+    return ZeroCenteredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm

@@ -1,4 +1,4 @@
-"""Builds the chunks of the model that this rank holds."""
+"""Construction of the model chunks of a rank."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from flagscale.config.arguments.adapters import parts_of
-from flagscale.config.arguments.graphs import captures_steps
+from flagscale.config.arguments.rules.adapters import adapter_parts
+from flagscale.config.arguments.rules.optimizer import captures_steps
 from flagscale.train.device import Device
 from flagscale.train.layers.data_parallel import LayerwiseDataParallel
-from flagscale.train.layers.dispatch import send_directly
-from flagscale.train.layers.lora import Adapter, attach, is_adapter
-from flagscale.train.models.attention import choose_kernel
-from flagscale.train.models.base import Chunk, spec_of
-from flagscale.train.models.config import ddp_config, implementation
-from flagscale.train.models.fast import finish
-from flagscale.train.models.initialize import initialize
-from flagscale.train.recompute import follow
-from flagscale.train.state import unwrap
+from flagscale.train.layers.lora import LoraConfig, attach_adapters, is_adapter
+from flagscale.train.layers.token_dispatcher import use_local_dispatcher
+from flagscale.train.models.attention import select_sdp_kernels
+from flagscale.train.models.base import ChunkSpec, get_model_spec
+from flagscale.train.models.config import build_ddp_config, resolve_transformer_impl
+from flagscale.train.models.initialize import initialize_weights
+from flagscale.train.models.optimized import apply_optimizations
+from flagscale.train.recompute import apply_recompute_choices
+from flagscale.train.state import unwrap_model
 
-# Transformer Engine's choice of attention. It is not used here, yet megatron.core sets these and
-# refuses to find them set otherwise.
-_TRANSFORMER_ENGINE = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+# Variables for Transformer Engine, which is not used here. megatron.core sets them and fails if
+# they have another value.
+_TRANSFORMER_ENGINE_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 def build_chunks(
@@ -39,91 +39,99 @@ def build_chunks(
     vocabulary: int,
     device: Device,
     *,
-    draw: bool = True,
+    initialize_all: bool = True,
 ) -> list[DistributedDataParallel]:
-    """This rank's model chunks, with initial weights, on the device, wrapped in DDP.
+    """Return this rank's model chunks on the device, initialized and wrapped in DDP.
 
     Args:
         args: resolved arguments.
         config: the model's configuration, shared by all chunks.
-        vocabulary: the padded vocabulary's size.
-        device: where the weights live.
-        draw: without, only adapters have initial weights: whoever calls it brings all others.
+        vocabulary: size of the padded vocabulary.
+        device: device of the weights.
+        initialize_all: whether to initialize all weights. If false, only adapters are initialized,
+            because the caller loads all other weights.
     """
-    for variable in _TRANSFORMER_ENGINE:
+    for variable in _TRANSFORMER_ENGINE_VARIABLES:
         os.environ.pop(variable, None)
-    stages: list[int | None] = [None]
+    vp_stages: list[int | None] = [None]
     if config.virtual_pipeline_model_parallel_size is not None:
-        stages = list(range(config.virtual_pipeline_model_parallel_size))
-    fast = implementation(args, device) == "compiled"
-    choose_kernel(config, device)
-    spec = spec_of(args)
+        vp_stages = list(range(config.virtual_pipeline_model_parallel_size))
+    optimized = resolve_transformer_impl(args, device) == "compiled"
+    select_sdp_kernels(config, device)
+    spec = get_model_spec(args)
     models: list[Any] = [
-        spec.build(args, config, _chunk(vocabulary, stage, fast=fast)).to(device.torch_device)
-        for stage in stages
+        spec.build(args, config, _chunk_spec(vocabulary, stage, optimized=optimized)).to(
+            device.torch_device
+        )
+        for stage in vp_stages
     ]
     for model in models:
-        # What schedules and checkpoints ask for, of whichever family.
+        # Attributes that schedules and checkpoints read, for every family.
         model.model_type, model.vocab_size = ModelType.encoder_or_decoder, vocabulary
-        send_directly(model)
-        _set_experts_apart(model)
-        if targets := parts_of(vars(args)):
-            attach(model, targets, _adapter_of(args))
+        use_local_dispatcher(model)
+        _mark_expert_parameters(model)
+        if targets := adapter_parts(vars(args)):
+            attach_adapters(model, targets, _build_adapter(args))
         on_host = bool(args.use_cpu_initialization)
-        if draw:
+        if initialize_all:
             spec.initialize(model, config, args.seed, args.norm_init_weight, on_host=on_host)
         else:
-            initialize(model, config, args.seed, on_host=on_host, wanted=is_adapter)
-    follow(args, config, models)
+            initialize_weights(model, config, args.seed, on_host=on_host, selected=is_adapter)
+    apply_recompute_choices(args, config, models)
     if args.bf16 or args.fp16:
         models = [Float16Module(config, model) for model in models]
-    reduction = ddp_config(args)
-    parallel = LayerwiseDataParallel if fast else DistributedDataParallel
-    # Only the first chunk's gradients are reduced while the backward pass still runs.
-    # Where a step is captured, gradients have to be added up on the stream that it is captured on.
-    with device.beside() if captures_steps(vars(args)) else nullcontext():
+    ddp_config = build_ddp_config(args)
+    ddp_class = LayerwiseDataParallel if optimized else DistributedDataParallel
+    # Only the gradients of the first chunk are reduced during the backward pass. If steps are
+    # captured, gradients must be accumulated on the capturing stream.
+    with device.side_stream() if captures_steps(vars(args)) else nullcontext():
         chunks = [
-            parallel(config, reduction, model, disable_bucketing=index > 0)
+            ddp_class(config, ddp_config, model, disable_bucketing=index > 0)
             for index, model in enumerate(models)
         ]
-    if fast:
+    if optimized:
         for chunk in chunks:
-            finish(unwrap(chunk), args, config, device)
+            apply_optimizations(unwrap_model(chunk), args, config, device)
     return chunks
 
 
-def _adapter_of(args: argparse.Namespace) -> Adapter:
-    """The adapter that each layer gets which has one."""
-    return Adapter(
+def _build_adapter(args: argparse.Namespace) -> LoraConfig:
+    """Return the configuration of the LoRA adapters."""
+    return LoraConfig(
         args.lora_dim,
         args.lora_alpha,
         args.lora_dropout,
-        behind=args.lora_dropout_position == "post",
-        drawn=args.lora_in_init_method,
+        dropout_on_output=args.lora_dropout_position == "post",
+        init_method=args.lora_in_init_method,
     )
 
 
-def _chunk(vocabulary: int, stage: int | None, *, fast: bool) -> Chunk:
-    alone = stage is None
-    return Chunk(
+def _chunk_spec(vocabulary: int, vp_stage: int | None, *, optimized: bool) -> ChunkSpec:
+    single_chunk = vp_stage is None
+    return ChunkSpec(
         vocabulary=vocabulary,
-        stage=stage,
-        first=parallel_state.is_pipeline_first_stage(ignore_virtual=alone, vp_stage=stage),
-        last=parallel_state.is_pipeline_last_stage(ignore_virtual=alone, vp_stage=stage),
-        fast=fast,
+        vp_stage=vp_stage,
+        first=parallel_state.is_pipeline_first_stage(
+            ignore_virtual=single_chunk, vp_stage=vp_stage
+        ),
+        last=parallel_state.is_pipeline_last_stage(ignore_virtual=single_chunk, vp_stage=vp_stage),
+        optimized=optimized,
     )
 
 
-def _set_experts_apart(model: torch.nn.Module) -> None:
-    """Experts have groups and a part of the optimizer of their own, however many ranks they lie
-    on. megatron.core says so only where these are more than one: then checkpoints of one rank fit
-    no more, meshes with and without expert parallelism have unlike optimizers, and with tensor
-    parallelism but not of experts gradients are summed over the wrong ranks."""
+def _mark_expert_parameters(model: torch.nn.Module) -> None:
+    """Mark expert parameters, which have process groups and an optimizer part of their own.
+
+    megatron.core marks them only with expert parallelism. Without the mark, checkpoints of one rank
+    do not fit other layouts, meshes with and without expert parallelism have different optimizers,
+    and gradients are reduced over the wrong ranks if experts do not use tensor parallelism but
+    other layers do.
+    """
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]
 
 
-def parameters_of(chunks: list[DistributedDataParallel]) -> list[torch.nn.Parameter]:
-    """All parameters this rank holds."""
+def list_parameters(chunks: list[DistributedDataParallel]) -> list[torch.nn.Parameter]:
+    """Return all parameters that this rank holds."""
     return [parameter for chunk in chunks for parameter in chunk.parameters()]

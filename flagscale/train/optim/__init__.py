@@ -1,1 +1,1 @@
-"""The optimizer and its schedule on megatron.core, without Transformer Engine or Apex."""
+"""Optimizer and learning-rate schedule on megatron.core, without Transformer Engine or Apex."""

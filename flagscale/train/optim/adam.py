@@ -1,11 +1,10 @@
-"""Adam as megatron.core's distributed optimizer expects it, on torch's fused kernel.
+"""Adam for megatron.core's distributed optimizer, based on torch's fused kernel.
 
-Without Transformer Engine and Apex, megatron.core falls back on ``torch.optim.AdamW``, whose
-state does not fit the rest of it: saving before the first step fails an assertion, and after
-loading, all parameters share one step tensor, so that Adam's step advances once for each
-parameter and the resumed run silently diverges. Transformer Engine's ``FusedAdam`` instead keeps
-one whole ``step`` a parameter group and no state but the two moments a parameter. This class has
-that contract.
+Without Transformer Engine and Apex, megatron.core falls back to ``torch.optim.AdamW``, whose state
+is not compatible: saving before the first step fails an assertion. After loading, all parameters
+share one step tensor, so Adam's step is incremented once per parameter and the resumed run silently
+diverges. Transformer Engine's ``FusedAdam`` keeps one integer ``step`` per parameter group and only
+the two moments per parameter. This class follows that contract.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ import torch
 _Method = TypeVar("_Method")
 
 
-def _plain(method: _Method) -> _Method:
-    """A method that torch has wrapped, as it was."""
-    plain: _Method = inspect.unwrap(method)  # type: ignore[arg-type]
-    return plain
+def _unwrap_method(method: _Method) -> _Method:
+    """Return the original function of a method that torch has wrapped."""
+    unwrapped: _Method = inspect.unwrap(method)  # type: ignore[arg-type]
+    return unwrapped
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Adam (or with ``adam_w_mode`` AdamW) with bias correction; the step lives in the group."""
+    """Adam, or AdamW with ``adam_w_mode``, with one step count per parameter group."""
 
     def __init__(
         self,
@@ -42,12 +41,12 @@ class FusedAdam(torch.optim.Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
 
-    # Without what keeps torch's compiler out of them: nobody compiles them, and for that it would
-    # be loaded, which takes half a second.
-    add_param_group = _plain(torch.optim.Optimizer.add_param_group)
-    zero_grad = _plain(torch.optim.Optimizer.zero_grad)
-    state_dict = _plain(torch.optim.Optimizer.state_dict)
-    load_state_dict = _plain(torch.optim.Optimizer.load_state_dict)
+    # Without torch's wrappers that exclude them from compilation. Nothing compiles these methods,
+    # and the wrappers would load the compiler, which takes half a second.
+    add_param_group = _unwrap_method(torch.optim.Optimizer.add_param_group)
+    zero_grad = _unwrap_method(torch.optim.Optimizer.zero_grad)
+    state_dict = _unwrap_method(torch.optim.Optimizer.state_dict)
+    load_state_dict = _unwrap_method(torch.optim.Optimizer.load_state_dict)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -65,19 +64,19 @@ class FusedAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             if group["params"]:
                 group["step"] = int(group.get("step", 0)) + 1
-                self._update(group)
+                self._update_group(group)
         return loss
 
-    def _update(self, group: dict[str, Any]) -> None:
+    def _update_group(self, group: dict[str, Any]) -> None:
         kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
-        alike: dict[Any, list[torch.Tensor]] = defaultdict(list)
+        by_device_and_dtype: dict[Any, list[torch.Tensor]] = defaultdict(list)
         for parameter in group["params"]:
             if parameter.grad is not None:
-                alike[parameter.device, parameter.dtype].append(parameter)
+                by_device_and_dtype[parameter.device, parameter.dtype].append(parameter)
         beta1, beta2 = group["betas"]
-        for (device, _), parameters in alike.items():
-            states = [self._moments(parameter) for parameter in parameters]
-            # Filled on the device: a copy from the host would wait for it.
+        for (device, _), parameters in by_device_and_dtype.items():
+            states = [self._get_moments(parameter) for parameter in parameters]
+            # Filled on the device, because a copy from the host would synchronize.
             step = torch.full((), float(group["step"]), dtype=torch.float32, device=device)
             kernel(
                 parameters,
@@ -95,7 +94,7 @@ class FusedAdam(torch.optim.Optimizer):
                 maximize=False,
             )
 
-    def _moments(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _get_moments(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = self.state[parameter]
         if "exp_avg" not in state:
             state["exp_avg"] = torch.zeros_like(parameter)

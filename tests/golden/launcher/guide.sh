@@ -1,7 +1,7 @@
-# Every process of the run carries this; `stop` ends those and no others.
+# Identity of the run: `stop` ends the processes with this environment, and no others.
 export FLAGSCALE_RUN_ID=20250102-030405-abcdef
 export FLAGSCALE_STATUS_DIR=/data/runs/tiny/logs/details/host_0_localhost/20250102-030405-abcdef/status
-# Defaults; `experiment.envs` or the environment of the launch wins over them.
+# Defaults; overridden by `experiment.envs` and the environment of the launch.
 export PYTHONUNBUFFERED=1
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='localhost:${rank}: '
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # tiny llama: host 1 of 2, ranks 2 to 3 of 4.
-# Written by flagscale VERSION for run 20250102-030405-abcdef; also runs by hand.
+# Written by flagscale VERSION for run 20250102-030405-abcdef; can be run by hand.
 # shellcheck disable=SC2016,SC2317,SC2329 # values are literal; traps call functions
 set -uo pipefail
 
-# The run's name, its directory on this host, and what prints them.
-who='run 20250102-030405-abcdef on h01'
+# Name of the run in messages, and its files on this host.
+run_label='run 20250102-030405-abcdef on h01'
 run_dir=/data/runs/tiny/logs/details/host_1_h01/20250102-030405-abcdef
 pid_file=/data/runs/tiny/logs/pids/host_1_h01.pid
 exit_file="$run_dir/exit.json"
@@ -13,10 +13,10 @@ agent_file="$run_dir/agent.json"
 script_file="$run_dir/script"
 cd -- /home/user/work || exit 1
 
-# Every process of the run carries this; `stop` ends those and no others.
+# Identity of the run: `stop` ends the processes with this environment, and no others.
 export FLAGSCALE_RUN_ID=20250102-030405-abcdef
 export FLAGSCALE_STATUS_DIR=/data/runs/tiny/logs/details/host_1_h01/20250102-030405-abcdef/status
-# Defaults; `experiment.envs` or the environment of the launch wins over them.
+# Defaults; overridden by `experiment.envs` and the environment of the launch.
 export PYTHONUNBUFFERED=1
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='h01:${rank}: '
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=5
@@ -74,7 +74,7 @@ program=(
     --tensorboard-dir /data/runs/tiny/tensorboard
     --wandb-save-dir /data/runs/tiny/wandb
 )
-# For the agent alone: neither the commands below nor the ranks get to see these.
+# Passed to the agent alone: hidden from the commands below and from the ranks.
 hidden_0=${FLAGSCALE_RUN_SECRET-}
 hidden_1=${FLAGSCALE_NOTIFY_WEBHOOK-}
 unset FLAGSCALE_RUN_SECRET FLAGSCALE_NOTIFY_WEBHOOK
@@ -87,34 +87,34 @@ give_secrets() {
 before_start=
 after_stop=
 
-# While this run lives here, another start of its script changes nothing and runs nothing.
+# If this run is still alive on this host, a second start of its script exits without any change.
 read -r boot </proc/sys/kernel/random/boot_id
-started_at() { # $1: pid; sets `ticks` to when that process was started, to nothing if it is gone
+read_start_ticks() { # $1: pid; sets `ticks` to the start time of the process, empty if it has ended
     local stat fields
     ticks=
     { read -r stat <"/proc/$1/stat"; } 2>/dev/null || return
     read -ra fields <<<"${stat##*) }"
     [[ ${fields[0]} == [ZXx] ]] || ticks=${fields[19]}
 }
-refuse_beside() { # $1: what it is, $2: its pid, $3: when it was started, $4: in which boot
+refuse_if_alive() { # $1: agent or script, $2: its pid, $3: its start ticks, $4: its boot id
     [[ $4 == "$boot" ]] || return
-    started_at "$2"
+    read_start_ticks "$2"
     [[ $ticks == "$3" ]] || return
-    echo "flagscale: $who is alive already ($1 $2); nothing was changed" >&2
+    echo "flagscale: $run_label is alive already ($1 $2); nothing was changed" >&2
     exit 1
 }
 if [[ -e $agent_file ]]; then
     IFS= read -r -d '' record <"$agent_file"
-    known='"pid": ([0-9]+).*"start_ticks": ([0-9]+).*"boot_id": "([^"]+)'
-    [[ $record =~ $known ]] && refuse_beside agent "${BASH_REMATCH[@]:1:3}"
+    agent_pattern='"pid": ([0-9]+).*"start_ticks": ([0-9]+).*"boot_id": "([^"]+)'
+    [[ $record =~ $agent_pattern ]] && refuse_if_alive agent "${BASH_REMATCH[@]:1:3}"
 fi
 if [[ -e $script_file ]]; then
     read -r other_pid other_ticks other_boot <"$script_file"
-    refuse_beside script "$other_pid" "$other_ticks" "$other_boot"
+    refuse_if_alive script "$other_pid" "$other_ticks" "$other_boot"
     rm -f -- "$script_file"
 fi
-started_at "$$"
-# Of two starts at the same moment one finds the file of the other.
+read_start_ticks "$$"
+# `set -C` makes the write fail if the file exists, so only one of two simultaneous starts goes on.
 (umask 077 && mkdir -p -- "$run_dir" "${pid_file%/*}" &&
     set -C && echo "$$ $ticks $boot" >"$script_file" &&
     set +C && echo "$$" >"$pid_file") || exit 1
@@ -123,7 +123,7 @@ started_at "$$"
 phase=before_start
 agent_pid=
 
-# However the script ends, what follows the job runs and the job's code is kept.
+# Runs after_stop however the script ends, and exits with the job's exit code.
 finish() {
     local code=$?
     trap - EXIT
@@ -136,35 +136,35 @@ finish() {
             "$code" "$how" -1 >"$run_dir/.exit" && mv -- "$run_dir/.exit" "$exit_file"
     fi
     if [[ -n $after_stop ]]; then
-        # A stop sends TERM to every process of the run; this may end in its grace period.
+        # A stop sends TERM to every process of the run; after_stop may use its grace period.
         (trap "" TERM INT HUP; set +u -e && eval "$after_stop") ||
             echo "flagscale: after_stop failed with exit code $?" >&2
     fi
     rm -f -- "$pid_file" "$script_file"
-    echo "flagscale: $who ended with exit code $code; logs of its ranks: $run_dir/ranks"
+    echo "flagscale: $run_label ended with exit code $code; logs of its ranks: $run_dir/ranks"
     exit "$code"
 }
-# The agent ends the job; before there is one, the script just ends.
+# The agent ends the job; before the agent is started, the script just exits.
 on_signal() {
     [[ -n $agent_pid ]] || exit $((128 + $1))
     interrupted=yes
     kill -TERM "$agent_pid" 2>/dev/null
 }
-echo "flagscale: $who starts; logs of its ranks: $run_dir/ranks"
+echo "flagscale: $run_label starts; logs of its ranks: $run_dir/ranks"
 trap finish EXIT
 trap 'on_signal 15' TERM
 trap 'on_signal 2' INT
 trap 'on_signal 1' HUP
 
-# Commands before the job run in this shell, so that it sees what they set; the first that fails
-# ends the script.
+# before_start runs in this shell, so that the job sees variables set by it; the first command that
+# fails ends the script.
 if [[ -n $before_start ]]; then
     set +u -e
     eval "$before_start"
     set -u +e
 fi
 
-# The job, watched by an agent that leaves no process of this run behind.
+# The job runs under an agent that leaves no process of this run behind.
 phase=job
 (give_secrets && exec "${agent[@]}" -- "${torchrun[@]}" "${program[@]}") &
 agent_pid=$!
@@ -174,7 +174,7 @@ while [[ -n $interrupted ]]; do
     wait "$agent_pid"
     code=$?
 done
-# Nobody can kill -9 the agent and keep the job: what it left is ended here.
+# If the agent was killed with SIGKILL, the processes it left behind are ended here.
 if ((code == 137)); then
     "${agent[@]}" --sweep
 fi

@@ -1,4 +1,4 @@
-"""Layouts and cases for checkpoint_worker.py, and running them in as few processes as it takes."""
+"""Layouts and cases for checkpoint_worker.py, run in as few processes as possible."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout that saves, and in other cases loads."""
+    """A layout that saves a checkpoint and, in other cases, loads one."""
 
     world: int
     flags: str = ""
@@ -119,7 +119,7 @@ def case(name: str, do: str, layout: Layout, flags: object = "", **more: Any) ->
 
 
 class Lab:
-    """Plans cases under one directory and runs them in as few processes as it can."""
+    """Collects cases under one directory and runs them in as few processes as possible."""
 
     def __init__(self, root: Path, *, backend: str = "gloo") -> None:
         self.root, self.backend = root, backend
@@ -139,7 +139,7 @@ class Lab:
             "PYTHONPATH": f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}",
             "OMP_NUM_THREADS": "1",
         }
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, str(WORKER), str(plan), str(answers)],
             env=environment,
             cwd=self.root,
@@ -148,12 +148,12 @@ class Lab:
             timeout=500,
             check=False,
         )
-        assert done.returncode == 0, done.stderr[-4000:]
+        assert process.returncode == 0, process.stderr[-4000:]
         found: dict[str, Any] = json.loads(answers.read_text())
-        found["stderr"] = done.stderr
+        found["stderr"] = process.stderr
         return found
 
 
-def names(*iterations: int) -> list[str]:
-    """What a directory of these whole checkpoints holds."""
+def checkpoint_names(*iterations: int) -> list[str]:
+    """Return the content of a directory with these complete checkpoints."""
     return [f"iter_{i:07d}" for i in iterations] + ["latest_checkpointed_iteration.txt"]

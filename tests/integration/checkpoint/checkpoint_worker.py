@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from foreign_cases import start_and_compare  # noqa: F401 - a case, found by its name
-from support.forked_ranks import Record, forget_layout, run_world
+from support.forked_ranks import Record, reset_megatron_state, run_forked_ranks
 
 RESULTS: dict[str, Any] = {}
 
@@ -45,34 +45,34 @@ def main() -> None:
 
     for stage in plan:
         life = partial(run_rank, stage["cases"], stage["backend"])
-        RESULTS.update(run_world(stage["world"], life))
+        RESULTS.update(run_forked_ranks(stage["world"], life))
         Path(sys.argv[2]).write_text(json.dumps(RESULTS))
 
 
 def run_rank(cases: list[dict[str, Any]], backend: str) -> Iterator[Record]:
-    """The life of a rank: each case in turn, with what every rank found."""
+    """Run each case on this rank; return the results of all ranks."""
     import torch.distributed as dist
 
     from flagscale.errors import FlagscaleError
     from flagscale.train import distributed
-    from flagscale.train.device import choose
+    from flagscale.train.device import choose_device
 
-    rank = distributed.Rank.from_environment()
-    device = choose("cpu", rank.local_rank)
-    distributed.join(rank, device, backend=backend, timeout_minutes=1)
+    rank = distributed.RankIdentity.from_environment()
+    device = choose_device("cpu", rank.local_rank)
+    distributed.init_default_group(rank, device, backend=backend, timeout_minutes=1)
     for case in cases:
         try:
-            found = globals()[case["do"]](Run(case, rank, device))
+            results = globals()[case["do"]](Run(case, rank, device))
         except FlagscaleError as error:
-            found = {"error": str(error), "kind": type(error).__name__}
-        forget_layout()
+            results = {"error": str(error), "kind": type(error).__name__}
+        reset_megatron_state()
         everyone: list[Any] = [None] * rank.world_size
-        dist.all_gather_object(everyone, found)
+        dist.all_gather_object(everyone, results)
         yield case["id"], {**everyone[0], "ranks": everyone}
 
 
-def spoil(modules: list[Any]) -> None:
-    """Make weights that were not drawn such that it shows where they stay."""
+def overwrite_constant_weights(modules: list[Any]) -> None:
+    """Change weights that are initialized to constants, so that a missing load shows."""
     from flagscale.train.layers.lora import is_adapter
 
     for module in modules:
@@ -82,30 +82,30 @@ def spoil(modules: list[Any]) -> None:
 
 
 class Run:
-    """A tiny training run on this rank, of the parts that training itself is made of."""
+    """A tiny training run on this rank, built from the components of the trainer."""
 
     def __init__(self, case: dict[str, Any], rank: Any, device: Any) -> None:
-        from flagscale.config.arguments.parser import parse_arguments
-        from flagscale.config.arguments.resolve import of_rank, resolve
+        from flagscale.config.arguments.derive import derive_arguments, rank_arguments
+        from flagscale.config.arguments.spec.parser import parse_arguments
         from flagscale.train import distributed
-        from flagscale.train.build import build_state, model_vocabulary
+        from flagscale.train.build import build_state, padded_vocabulary_size
         from flagscale.train.checkpoint import Checkpointer
-        from flagscale.train.checkpoint.formats.pretrained import brings_every_weight
+        from flagscale.train.checkpoint.formats.pretrained import overwrites_all_weights
         from flagscale.train.data.tokenizers import build_tokenizer
-        from flagscale.train.models.config import transformer_config
+        from flagscale.train.models.config import build_transformer_config
 
         self.case = case
         self.rank = rank.rank
-        args = resolve(parse_arguments(case["argv"]), rank.world_size)
-        self.args = of_rank(args, rank.rank)
-        self.groups = distributed.lay_out(self.args)
+        args = derive_arguments(parse_arguments(case["argv"]), rank.world_size)
+        self.args = rank_arguments(args, rank.rank)
+        self.groups = distributed.init_model_parallel(self.args)
         self.tokenizer = build_tokenizer(self.args)
-        self.config = transformer_config(self.args, device)
-        vocabulary = model_vocabulary(self.args, self.tokenizer)
-        draw = not brings_every_weight(self.args)
+        self.config = build_transformer_config(self.args, device)
+        vocabulary = padded_vocabulary_size(self.args, self.tokenizer)
+        draw = not overwrites_all_weights(self.args)
         self.state = build_state(self.args, self.config, vocabulary, device, draw=draw)
         if not draw:
-            spoil(self.state.modules())
+            overwrite_constant_weights(self.state.modules())
         self.device = device
         self.warnings: list[str] = []
         self.checkpointer = Checkpointer(self.args, warn=self.warnings.append)
@@ -114,16 +114,16 @@ class Run:
         self.data: Any = None
 
     def load(self) -> None:
-        from flagscale.train.step import gathered
+        from flagscale.train.step import gathered_parameters
 
-        with gathered(self.args, self.state.chunks):
+        with gathered_parameters(self.args, self.state.chunks):
             report = self.checkpointer.load(self.state)
         self.report = None if report is None else str(report)
 
     def train(self, steps: int) -> dict[str, list[float]]:
-        """Losses and gradient norms of the next steps."""
+        """Train; return losses and gradient norms of the steps."""
         from flagscale.train.data.datasets import build_data_iterators
-        from flagscale.train.readings import Readings
+        from flagscale.train.deferred_metrics import DeferredMetrics
         from flagscale.train.step import Stepper
 
         if self.stepper is None:
@@ -134,26 +134,26 @@ class Run:
             self.stepper = Stepper(
                 self.args, self.config, self.state, self.device, groups=self.groups
             )
-        readings = Readings()
+        readings = DeferredMetrics()
         for _ in range(steps):
             readings.add(*self.stepper.train(self.data.train, stop=(False, False)))
-        found = list(readings.take(leave=0))
+        result = list(readings.pop_completed(keep_newest=0))
         return {
-            "loss": [item.loss for item in found],
-            "norm": [item.grad_norm for item in found],
+            "loss": [item.loss for item in result],
+            "norm": [item.grad_norm for item in result],
         }
 
     def save(self, *, required: bool = False) -> None:
-        from flagscale.train.step import gathered
+        from flagscale.train.step import gathered_parameters
 
-        with gathered(self.args, self.state.chunks):
+        with gathered_parameters(self.args, self.state.chunks):
             self.checkpointer.save(self.state, required=required)
 
-    def found(self, **more: Any) -> dict[str, Any]:
+    def build_result(self, **more: Any) -> dict[str, Any]:
         saved = [item.iteration for item in self.checkpointer.poll()]
         names: list[str] = []
         if self.args.save and Path(self.args.save).is_dir():
-            names = listed(self.args.save)
+            names = list_checkpoints(self.args.save)
         progress = self.state.progress.state_dict()
         return {
             "report": self.report,
@@ -165,7 +165,7 @@ class Run:
         }
 
 
-def listed(directory: str) -> list[str]:
+def list_checkpoints(directory: str) -> list[str]:
     return sorted(path.name for path in Path(directory).iterdir())
 
 
@@ -186,19 +186,19 @@ def train_and_save(run: Run) -> dict[str, Any]:
     if run.args.save:
         run.save()
     run.checkpointer.close()
-    return run.found(**numbers)
+    return run.build_result(**numbers)
 
 
 def save_and_go_on(run: Run) -> dict[str, Any]:
-    """Train ``steps``, save, and train as many more: an uninterrupted run."""
+    """Train ``steps``, save, and train the same number again: an uninterrupted run."""
     first = run.train(run.case["steps"])
     run.save(required=True)
     second = run.train(run.case["steps"])
-    return run.found(**{name: first[name] + second[name] for name in first})
+    return run.build_result(**{name: first[name] + second[name] for name in first})
 
 
 def save_each_step(run: Run) -> dict[str, Any]:
-    """Train ``steps``, saving after each; polls as the training loop does."""
+    """Train ``steps`` and save after each; poll as the training loop does."""
     polled: list[int] = []
     if run.args.load:
         run.load()
@@ -208,22 +208,22 @@ def save_each_step(run: Run) -> dict[str, Any]:
         polled += [item.iteration for item in run.checkpointer.poll()]
     run.checkpointer.close()
     polled += [item.iteration for item in run.checkpointer.poll()]
-    return run.found(polled=polled)
+    return run.build_result(polled=polled)
 
 
 def load_only(run: Run) -> dict[str, Any]:
-    """Load; then say what the generators draw next and how the weights look."""
+    """Load; return the next random numbers and a checksum of the weights."""
     import numpy as np
     import torch
 
     run.load()
     drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
     total = sum(float(p.double().abs().sum()) for m in run.state.modules() for p in m.parameters())
-    return run.found(drawn=drawn, total=total)
+    return run.build_result(drawn=drawn, total=total)
 
 
 def draw_and_save(run: Run) -> dict[str, Any]:
-    """Use the generators, save before any step, then say what they draw next."""
+    """Draw random numbers, save before the first step, return the next random numbers."""
     import numpy as np
     import torch
 
@@ -232,44 +232,46 @@ def draw_and_save(run: Run) -> dict[str, Any]:
     run.save()
     run.checkpointer.close()
     drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
-    return run.found(drawn=drawn)
+    return run.build_result(drawn=drawn)
 
 
 def fail_in_the_middle(run: Run) -> dict[str, Any]:
-    """Save; let the next save fail on some ranks; see that training goes on and saves again."""
+    """Save; let the next save fail on some ranks; check that training continues and saves again."""
     run.train(1)
     run.save(required=True)
     run.train(1)
-    with Trouble(run):
+    with WriteFailure(run):
         run.save()
         while run.checkpointer._pending is not None:
             run.checkpointer.poll()
-    during = listed(run.args.save)
+    during = list_checkpoints(run.args.save)
     barrier()
     after = run.train(1)
     run.save()
     run.checkpointer.close()
-    return run.found(during=during, **after)
+    return run.build_result(during=during, **after)
 
 
 def fail_at_the_end(run: Run) -> dict[str, Any]:
-    """The last save fails, the first one where ``alone``: closing says so, on every rank."""
+    """Let the last save fail, the first one with ``alone``: closing raises on every rank."""
     run.train(1)
     if not run.case.get("alone"):
         run.save(required=True)
         run.train(1)
-    with Trouble(run):
+    with WriteFailure(run):
         run.save()
         try:
             run.checkpointer.close()
         except Exception as error:  # noqa: BLE001 - told to the test as it is
-            return run.found(error=str(error), kind=type(error).__name__)
-    return run.found(error=None)
+            return run.build_result(error=str(error), kind=type(error).__name__)
+    return run.build_result(error=None)
 
 
-class Trouble:
-    """Makes writing fail on the ranks of ``trouble_ranks``: by a full disk (``fill``) or by a
-    limit on the size of files."""
+class WriteFailure:
+    """Context manager that makes writing fail on the ranks of ``trouble_ranks``.
+
+    It fills the disk (``fill``) or limits the size of files.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -296,33 +298,35 @@ class Trouble:
 
 
 def kill_the_writer(run: Run) -> dict[str, Any]:
-    """The process that writes in the background is killed on one rank."""
+    """Kill the background writer process on one rank."""
     import multiprocessing
 
     from flagscale.train.checkpoint import writing
 
     run.train(1)
     run.save()
-    original = writing.write
+    original = writing.write_buckets
     # Only the forked process calls it; it sleeps until it is killed.
-    writing.write = lambda *_: signal.pause() if run.rank == 1 else original(*_)
+    writing.write_buckets = lambda *_: signal.pause() if run.rank == 1 else original(*_)
     run.train(1)
     run.save()
-    writing.write = original
+    writing.write_buckets = original
     polled_before = [item.iteration for item in run.checkpointer.poll()]
     if run.rank == 1:
         for child in multiprocessing.active_children():
             child.kill()
-    run.checkpointer._settle()
+    run.checkpointer._finish_pending()
     run.train(1)
     run.save()
     run.checkpointer.close()
-    return run.found(polled_before=polled_before)
+    return run.build_result(polled_before=polled_before)
 
 
 def damage(run: Run) -> dict[str, Any]:
-    """Do to files what ``edits`` say: [path, size] cuts a file, [path, None] removes it,
-    [path, text] writes it."""
+    """Apply ``edits`` to files.
+
+    ``[path, size]`` truncates a file, ``[path, None]`` deletes it, ``[path, text]`` writes it.
+    """
     if run.rank == 0:
         for name, change in run.case["edits"]:
             path = Path(name)

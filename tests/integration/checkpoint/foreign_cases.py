@@ -1,4 +1,4 @@
-"""Cases for checkpoint_worker.py that start from models of Hugging Face."""
+"""Cases for checkpoint_worker.py that start from Hugging Face models."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ from typing import Any
 
 
 def start_and_compare(run: Any) -> dict[str, Any]:
-    """Start from ``--pretrained-checkpoint``, or load (with ``load``); say how far the logits are
-    from those in the file ``reference``, if there is one; save (with ``save``)."""
+    """Load a model, compare its logits with a reference, and save it.
+
+    The model is ``--pretrained-checkpoint``, or a checkpoint with ``load``. Logits are compared if
+    the file ``reference`` exists. The checkpoint is saved with ``save``.
+    """
     import torch
 
-    from flagscale.train.checkpoint.formats.pretrained import start_from
+    from flagscale.train.checkpoint.formats.pretrained import load_pretrained
 
     if run.args.load:
         run.load()
-    note = start_from(run.args, run.state) if run.args.pretrained_checkpoint else ""
+    note = load_pretrained(run.args, run.state) if run.args.pretrained_checkpoint else ""
     parameters = [each for module in run.state.modules() for each in module.parameters()]
     assert all(each.isfinite().all() for each in parameters), "weights were left as they were"
     apart = None
     if reference := run.case.get("reference"):
-        wanted = torch.load(reference)
-        found = logits(run, torch.tensor(run.case["tokens"]))
-        if found is not None:
-            apart = float((found[..., : wanted.shape[-1]] - wanted).abs().max())
+        expected = torch.load(reference)
+        actual = logits(run, torch.tensor(run.case["tokens"]))
+        if actual is not None:
+            apart = float((actual[..., : expected.shape[-1]] - expected).abs().max())
     if run.args.save:
         run.save(required=True)
     run.checkpointer.close()
@@ -30,7 +33,7 @@ def start_and_compare(run: Any) -> dict[str, Any]:
 
 
 def logits(run: Any, ids: Any) -> Any:
-    """Logits ``[1, sequence, padded vocabulary]`` on the ranks of the last stage, else None."""
+    """Return logits ``[1, sequence, padded vocabulary]`` on ranks of the last stage, else None."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state

@@ -1,4 +1,4 @@
-"""Models of Hugging Face in every layout: what the worker loads, compares and saves of them."""
+"""Hugging Face models in every layout: cases for the worker to load, compare and save them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from integration.checkpoint.checkpoint_lab import Lab
 from support import megatron_files
+from support.arguments import flatten
 from support.foreign_models import FURTHER, MODELS, TOKENS, save
 
-from flagscale.config.arguments.flatten import flatten
-from flagscale.config.arguments.huggingface.models import missing
-from flagscale.config.arguments.huggingface.reading import read_config
-from flagscale.config.arguments.registry import arguments
+from flagscale.config.arguments.compat.huggingface.models import missing_arguments
+from flagscale.config.arguments.compat.huggingface.reading import read_config
+from flagscale.config.arguments.spec.registry import arguments
 from flagscale.train.checkpoint.formats import convert
-from flagscale.train.checkpoint.formats.base import format_of
-from flagscale.train.checkpoint.formats.tensors import read
+from flagscale.train.checkpoint.formats.base import detect_format
+from flagscale.train.checkpoint.formats.lazy_tensors import read_tensor
 
 RUN = (
     "--seq-length 32 --lr 1e-3 --train-iters 1 --mock-data --device cpu --eval-iters 0 "
@@ -64,17 +64,17 @@ LOADED = [("llama", "tp2"), ("mixtral", "ep2"), *((name, "one") for name in MODE
 
 
 def argv(name: str, path: Path, layout: str) -> list[str]:
-    """A run's command line, with what the launcher would take from config.json."""
-    given = {"seq_length": 32}
-    values = {a.name: a.default for a in arguments().values()} | given
-    own = missing(values, given, read_config(path))
+    """Build a run's command line, with the arguments that the launcher takes from config.json."""
+    options = {"seq_length": 32}
+    values = {a.name: a.default for a in arguments().values()} | options
+    config_values = missing_arguments(values, options, read_config(path))
     more = "--sequence-parallel" if layout == "tp2" and name in EXPERTS else ""
     more += " --mtp-num-layers 1" if name == FURTHER else ""
-    return [*f"{RUN} {LAYOUTS[layout][1]} {more}".split(), *flatten({"model": own})]
+    return [*f"{RUN} {LAYOUTS[layout][1]} {more}".split(), *flatten({"model": config_values})]
 
 
 class Made:
-    """Models, what ranks found of them, and what they saved."""
+    """Models, the results of ranks that loaded them, and the checkpoints that they saved."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -84,14 +84,14 @@ class Made:
             torch.save(self.reference[name], root / f"{name}.pt")
             assert convert.main([str(root / name), str(self.ours(name))]) == 0
         self.as_megatron("qwen3", root / "qwen3-megatron", (2, 1, 1), engine=True)
-        self.found = self._run()
+        self.results = self._run()
 
     def ours(self, name: str) -> Path:
-        """Its checkpoints of ours, converted."""
+        """Return the directory of the model's converted checkpoint."""
         return self.root / f"{name}-ours"
 
     def saved(self, name: str, layout: str) -> Path:
-        """Its checkpoints of ours, as ranks of a layout saved them."""
+        """Return the directory of the model's checkpoint, saved by ranks of a layout."""
         return self.root / "saved" / f"{name}-{layout}"
 
     def as_megatron(
@@ -103,14 +103,14 @@ class Made:
         engine: bool,
         chunks: int = 1,
     ) -> Path:
-        """Write a model as Megatron-LM does; the file that unpickling must not make."""
-        model = format_of(self.ours(name)).read(self.ours(name))
-        whole = {key: read(tensor) for key, tensor in model.tensors.items()}
+        """Write a model as Megatron-LM does; return the file that unpickling must not create."""
+        model = detect_format(self.ours(name)).read(self.ours(name))
+        whole = {key: read_tensor(tensor) for key, tensor in model.tensors.items()}
         for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
             if key in whole:  # rows of padding
                 whole[key] = torch.cat([whole[key], torch.zeros(2, whole[key].shape[1])])
         mark = path.with_name(f"{path.name}-mark")
-        megatron_files.write(
+        megatron_files.write_checkpoint(
             path, whole, model.values, sizes=sizes, engine=engine, mark=mark, chunks=chunks
         )
         return mark
@@ -119,8 +119,12 @@ class Made:
         lab = Lab(self.root)
         for world in (1, 2, 3):
             cases = [
-                {"id": one, "do": "start_and_compare", "argv": self._unlike(one, flags)}
-                for one, (ranks, flags) in UNLIKE.items()
+                {
+                    "id": layout_name,
+                    "do": "start_and_compare",
+                    "argv": self._unlike(layout_name, flags),
+                }
+                for layout_name, (ranks, flags) in UNLIKE.items()
                 if ranks == world
             ]
             for name, layout in CASES:
@@ -143,8 +147,8 @@ class Made:
             lab.stage(world, *cases)
         return lab.run()
 
-    def _unlike(self, one: str, flags: str) -> list[str]:
-        name, _, layout = one.rpartition("-")
+    def _unlike(self, layout_name: str, flags: str) -> list[str]:
+        name, _, layout = layout_name.rpartition("-")
         words = argv(name, self.root / name, "one") + flags.split()
         words += ["--pretrained-checkpoint", str(self.root / name)]
         return [*words, "--save", str(self.saved(name, layout))]

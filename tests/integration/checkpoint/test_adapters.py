@@ -1,4 +1,4 @@
-"""Low-rank adapters of a model of Hugging Face: trained, saved, resumed, merged, exported."""
+"""LoRA adapters of a Hugging Face model: trained, saved, resumed, merged, exported."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.chat_files import talk, write_lines, write_model, write_talks
-from support.foreign_models import TOKENS, logits, save
+from support.arguments import flatten
+from support.chat_files import make_conversation, write_conversations, write_lines, write_model
+from support.foreign_models import TOKENS, compute_logits, save
 
-from flagscale.checkpoints import Checkpoints
-from flagscale.config.arguments.adapters import targets_of
-from flagscale.config.arguments.flatten import flatten
-from flagscale.config.arguments.huggingface.models import missing
-from flagscale.config.arguments.huggingface.reading import read_config
-from flagscale.config.arguments.registry import arguments
+from flagscale.checkpoints import CheckpointDirectory
+from flagscale.config.arguments.compat.huggingface.models import missing_arguments
+from flagscale.config.arguments.compat.huggingface.reading import read_config
+from flagscale.config.arguments.rules.adapters import adapter_targets
+from flagscale.config.arguments.spec.registry import arguments
 from flagscale.status import STATUS_DIR_VARIABLE, read_events
 from flagscale.train.checkpoint.formats import convert
-from flagscale.train.checkpoint.formats.adapters import Adapters, merged, write_peft
-from flagscale.train.checkpoint.formats.base import Model, format_of
-from flagscale.train.checkpoint.formats.metadata import tensors_of
-from flagscale.train.checkpoint.formats.tensors import Mapped
+from flagscale.train.checkpoint.formats.adapters import Adapters, merge_adapters, write_peft
+from flagscale.train.checkpoint.formats.base import StoredModel, detect_format
+from flagscale.train.checkpoint.formats.chunked_tensors import open_tensors
+from flagscale.train.checkpoint.formats.lazy_tensors import MappedTensor
 
 pytestmark = [pytest.mark.torch, pytest.mark.integration]
 
@@ -46,19 +46,19 @@ TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 
 
 class Runs:
-    """A model, conversations, and what the training program does with them."""
+    """A model, conversations, and runs of the training program with them."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.base = root, write_model(root / "base model")
-        self.talks = write_talks(root / "talks.jsonl", 60)
-        asked = [{"messages": talk(1, 9, seed)[:1]} for seed in range(3)]
-        self.prompts = write_lines(root / "prompts.jsonl", [*asked, {"prompt": "gather"}])
+        self.talks = write_conversations(root / "talks.jsonl", 60)
+        template = [{"messages": make_conversation(1, 9, seed)[:1]} for seed in range(3)]
+        self.prompts = write_lines(root / "prompts.jsonl", [*template, {"prompt": "gather"}])
         self.answers: list[list[str]] = []
         """Of each run, what the model said after three steps."""
 
     def argv(self, flags: str, save: str) -> list[str]:
-        given = {"seq_length": 96}
-        values = {a.name: a.default for a in arguments().values()} | given
+        options = {"seq_length": 96}
+        values = {a.name: a.default for a in arguments().values()} | options
         paths = {
             "save": self.root / save,
             "load": self.root / save,
@@ -68,19 +68,19 @@ class Runs:
             "eval_prompts": self.prompts,
         }
         words = [w for k, v in paths.items() for w in (f"--{k.replace('_', '-')}", str(v))]
-        model = flatten({"model": missing(values, given, read_config(self.base))})
+        model = flatten({"model": missing_arguments(values, options, read_config(self.base))})
         kind = "--tokenizer-type HuggingFaceTokenizer"
         return [*f"{RUN} {kind} {flags}".split(), *words, *model]
 
     def train(self, flags: str, save: str, ranks: int = 1) -> list[float]:
-        """Losses of the run's steps."""
-        done = self.run(flags, save, ranks)
-        assert done.returncode == 0, done.stderr[:3000]
-        self.answers.append(re.findall(r"step 3 \| .* → .*", done.stdout))
+        """Train; return the losses of the run's steps."""
+        process = self.run(flags, save, ranks)
+        assert process.returncode == 0, process.stderr[:3000]
+        self.answers.append(re.findall(r"step 3 \| .* → .*", process.stdout))
         events = read_events(self.root / "status" / "rank_0.jsonl")[0]
-        found = [event.get("loss") for event in events if event.event == "progress"]
+        losses = [event.get("loss") for event in events if event.event == "progress"]
         (self.root / "status" / "rank_0.jsonl").unlink()
-        return found
+        return losses
 
     def run(self, flags: str, save: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
@@ -110,15 +110,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(scope="module")
 def whole(runs: Runs) -> list[float]:
-    """Losses of a run that goes through, and leaves its results in ``merged`` and ``peft``."""
+    """Run without interruption; return its losses. Its exports are in ``merged`` and ``peft``."""
     root = runs.root
     return runs.train(f"--export-huggingface {root}/merged --export-peft {root}/peft", "whole")
 
 
 def test_adapters_alone_are_saved(runs: Runs, whole: list[float]) -> None:
-    found = Checkpoints(runs.root / "whole").find()
-    assert found is not None
-    tensors = dict(tensors_of(found.path))
+    names = CheckpointDirectory(runs.root / "whole").find_latest()
+    assert names is not None
+    tensors = dict(open_tensors(names.path))
     weights = [name for name in tensors if name.startswith("decoder.")]
     assert len(weights) == 2 * 2 * 4
     assert all(name.endswith((".lora_a", ".lora_b")) for name in weights)
@@ -130,27 +130,27 @@ def test_adapters_alone_are_saved(runs: Runs, whole: list[float]) -> None:
 
 def test_a_run_goes_on_in_another_layout(runs: Runs, whole: list[float]) -> None:
     first = runs.train(f"{TP2_SP} --exit-interval 3", "parts", 2)
-    rest = runs.train("", "parts")
-    assert [*first, *rest] == pytest.approx(whole, rel=1e-5)
+    losses = runs.train("", "parts")
+    assert [*first, *losses] == pytest.approx(whole, rel=1e-5)
     assert len(runs.answers[0]) == 4
     assert runs.answers[0] == runs.answers[1]
 
 
 def added(path: Path) -> dict[str, torch.Tensor]:
-    """What adapters add to weights, by peft's published layout."""
+    """Return the weight updates of adapters, by peft's documented layout."""
     tensors = load_file(path / "adapter_model.safetensors")
     config = json.loads((path / "adapter_config.json").read_text())
-    found = {}
+    updates = {}
     for name, a in tensors.items():
         if name.endswith(".lora_A.weight"):
             layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             b = tensors[name.replace("lora_A", "lora_B")]
-            found[f"{layer}.weight"] = config["lora_alpha"] / config["r"] * b @ a
-    return found
+            updates[f"{layer}.weight"] = config["lora_alpha"] / config["r"] * b @ a
+    return updates
 
 
 def applied(base: Path, adapters: Path) -> torch.Tensor:
-    """Logits of transformers' model with adapters beside it."""
+    """Compute logits of transformers' model with unmerged adapters."""
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -161,16 +161,16 @@ def applied(base: Path, adapters: Path) -> torch.Tensor:
         return model.eval()(torch.tensor(TOKENS)).logits
 
 
-def test_merged_is_as_unmerged(runs: Runs, whole: list[float]) -> None:
+def test_merged_logits_equal_unmerged_ones(runs: Runs, whole: list[float]) -> None:
     assert whole
     (merged,), (adapters,) = ((runs.root / name).iterdir() for name in ("merged", "peft"))
-    own = logits(merged)
-    assert float((own - applied(runs.base, adapters)).abs().max()) <= 1e-5
-    assert float((own - logits(runs.base)).abs().max()) > 0.1
+    expected = compute_logits(merged)
+    assert float((expected - applied(runs.base, adapters)).abs().max()) <= 1e-5
+    assert float((expected - compute_logits(runs.base)).abs().max()) > 0.1
     assert (merged / "tokenizer.json").is_file()
 
 
-def test_only_what_is_named_has_adapters(runs: Runs, whole: list[float]) -> None:
+def test_only_the_named_layers_have_adapters(runs: Runs, whole: list[float]) -> None:
     assert whole
     (merged,), (adapters,) = ((runs.root / name).iterdir() for name in ("merged", "peft"))
     assert {name.split(".")[-2] for name in added(adapters)} == set(TARGETS)
@@ -189,8 +189,8 @@ def test_peft_loads_adapters(runs: Runs, whole: list[float]) -> None:
     base = transformers.AutoModelForCausalLM.from_pretrained(runs.base, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, adapters).eval()
     with torch.no_grad():
-        found = model(torch.tensor(TOKENS)).logits
-    assert float((found - logits(merged)).abs().max()) <= 1e-5
+        actual = model(torch.tensor(TOKENS)).logits
+    assert float((actual - compute_logits(merged)).abs().max()) <= 1e-5
 
 
 def test_the_command_merges_and_writes_for_peft(
@@ -199,13 +199,13 @@ def test_the_command_merges_and_writes_for_peft(
     assert whole
     source = str(runs.root / "whole")
     assert convert.main([source, str(tmp_path / "merged")]) == 0
-    (own,) = (runs.root / "merged").iterdir()
-    assert torch.equal(logits(own), logits(tmp_path / "merged"))
+    (merged,) = (runs.root / "merged").iterdir()
+    assert torch.equal(compute_logits(merged), compute_logits(tmp_path / "merged"))
     assert convert.main([source, str(tmp_path / "peft"), "--to", "peft"]) == 0
     (exported,) = (runs.root / "peft").iterdir()
     assert added(exported).keys() == added(tmp_path / "peft").keys()
-    other = ["--base", str(tmp_path / "nowhere")]
-    assert convert.main([source, str(tmp_path / "again"), *other]) == 1
+    other_model = ["--base", str(tmp_path / "nowhere")]
+    assert convert.main([source, str(tmp_path / "again"), *other_model]) == 1
     assert "holds adapters of" in capsys.readouterr().err
     assert convert.main([str(runs.base), str(tmp_path / "again"), "--to", "peft"]) == 1
     assert "holds no adapters" in capsys.readouterr().err
@@ -222,16 +222,16 @@ def test_the_command_merges_and_writes_for_peft(
     assert not (tmp_path / "again").exists()
 
 
-def drawn(base: Model) -> Adapters:
-    """Adapters of every layer that can have some, drawn at random."""
+def drawn(base: StoredModel) -> Adapters:
+    """Create random adapters for every layer that supports them."""
     generator = torch.Generator().manual_seed(3)
 
-    def stored(*shape: int) -> Mapped:
+    def stored(*shape: int) -> MappedTensor:
         tensor = torch.randn(shape, generator=generator) * 0.3
-        return Mapped(shape, tensor.dtype, lambda: tensor)
+        return MappedTensor(shape, tensor.dtype, lambda: tensor)
 
     values = {**base.values, "peft_type": "lora", "lora_target_modules": None}
-    targets = targets_of(values)
+    targets = adapter_targets(values)
     shapes = {n.removesuffix(".weight"): t.shape for n, t in base.tensors.items()}
     pairs = {
         name: (stored(4, shape[1]), stored(shape[0], 4))
@@ -248,12 +248,12 @@ def drawn(base: Model) -> Adapters:
 )
 def test_adapters_of_every_kind_of_model(name: str, count: int, tmp_path: Path) -> None:
     save(name, tmp_path / "base")
-    base = format_of(tmp_path / "base").read(tmp_path / "base")
+    base = detect_format(tmp_path / "base").read(tmp_path / "base")
     adapters = drawn(base)
     assert len(adapters.pairs) == count * base.values["num_layers"]
     write_peft(adapters, base, tmp_path / "peft", lambda _size: None)
-    format_of(base.path).write(
-        merged(adapters, base), tmp_path / "merged", lambda _: None, lambda _: None
+    detect_format(base.path).write(
+        merge_adapters(adapters, base), tmp_path / "merged", lambda _: None, lambda _: None
     )
-    difference = logits(tmp_path / "merged") - applied(tmp_path / "base", tmp_path / "peft")
+    difference = compute_logits(tmp_path / "merged") - applied(tmp_path / "base", tmp_path / "peft")
     assert float(difference.abs().max()) <= 1e-5

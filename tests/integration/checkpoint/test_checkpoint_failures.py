@@ -1,4 +1,4 @@
-"""Writing that fails costs one checkpoint, on all ranks at once, and not the run."""
+"""A failed write costs one checkpoint, on all ranks at once, and does not end the run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration.checkpoint.checkpoint_lab import LAYOUTS, Lab, case, names
+from integration.checkpoint.checkpoint_lab import LAYOUTS, Lab, case, checkpoint_names
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 
 @pytest.fixture(scope="module")
 def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path | None]:
-    """A file system of 16 MB; None where this process may not mount one."""
+    """Mount a file system of 16 MB; None if this process may not mount one."""
     path = tmp_path_factory.mktemp("small disk")
     mount = shutil.which("mount")
     options = ["-t", "tmpfs", "-o", "size=16m", "tmpfs", str(path)]
@@ -59,7 +59,7 @@ def troubled(tmp_path_factory: pytest.TempPathFactory, small_disk: Path | None) 
 def test_a_write_that_fails_costs_one_checkpoint(name: str, troubled: dict[str, Any]) -> None:
     assert name in troubled, troubled["stderr"][-4000:]
     check_survival(troubled[name], "File too large")
-    assert troubled[name]["names"] == names(1, 3)
+    assert troubled[name]["names"] == checkpoint_names(1, 3)
 
 
 @pytest.mark.parametrize("name", ["full", "full-async"])
@@ -70,16 +70,18 @@ def test_a_full_disk_costs_one_checkpoint(
         pytest.skip("needs root, to mount a small file system")
     assert name in troubled, troubled["stderr"][-4000:]
     check_survival(troubled[name], "No space left on device")
-    assert troubled[name]["names"] == names(3)
+    assert troubled[name]["names"] == checkpoint_names(3)
 
 
-def check_survival(found: dict[str, Any], reason: str) -> None:
-    for rank in found["ranks"]:
+def check_survival(results: dict[str, Any], reason: str) -> None:
+    for rank in results["ranks"]:
         assert "error" not in rank
         [warning] = rank["warnings"]
         assert "the checkpoint of iteration 2 was not saved: rank " in warning
         assert reason in warning
-        assert rank["during"] == names(1)  # the one before is there, the failed one is gone
+        assert rank["during"] == checkpoint_names(
+            1
+        )  # the one before is there, the failed one is gone
         assert rank["progress"]["iteration"] == 3
 
 
@@ -89,10 +91,10 @@ def test_the_last_save_must_succeed(name: str, troubled: dict[str, Any]) -> None
         assert rank["kind"] == "CheckpointError"
         assert "iteration 2 was not saved" in rank["error"]
         assert "the checkpoints saved before it are in place" in rank["error"]
-    assert troubled[name]["names"] == names(1)
+    assert troubled[name]["names"] == checkpoint_names(1)
 
 
-def test_nothing_is_said_of_checkpoints_that_are_not_there(troubled: dict[str, Any]) -> None:
+def test_no_earlier_checkpoints_are_claimed_without_any(troubled: dict[str, Any]) -> None:
     for rank in troubled["alone"]["ranks"]:
         assert "iteration 1 was not saved" in rank["error"]
         assert "saved before" not in rank["error"]

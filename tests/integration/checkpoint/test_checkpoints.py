@@ -7,8 +7,16 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from integration.checkpoint.checkpoint_lab import DO, LAYOUTS, STEPS, Lab, Layout, case, names
-from support.needs import why_no_compiler
+from integration.checkpoint.checkpoint_lab import (
+    DO,
+    LAYOUTS,
+    STEPS,
+    Lab,
+    Layout,
+    case,
+    checkpoint_names,
+)
+from support.needs import explain_no_compiler
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
@@ -69,39 +77,41 @@ SLOW = {
 # --- resume and resharding ------------------------------------------------------------------
 
 
-def those(names: Iterable[str]) -> list[Any]:
-    """Parameters of tests, slow ones where a layout is."""
+def mark_slow(names: Iterable[str]) -> list[Any]:
+    """Return parameters of tests, marked slow if a layout is."""
     return [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in names]
 
 
-def pairs() -> list[Any]:
-    """The same, of a source and a target."""
+def layout_pairs() -> list[Any]:
+    """Return parameters of tests with a source and a target layout, marked slow if one is."""
     return [
         pytest.param(*pair, id="-".join(pair), marks=[pytest.mark.slow] if SLOW & {*pair} else [])
         for pair in RESHARD
     ]
 
 
-def asked(request: pytest.FixtureRequest) -> set[tuple[str, str]]:
-    """The sources and targets that this run's tests are about."""
+def requested_layouts(request: pytest.FixtureRequest) -> set[tuple[str, str]]:
+    """Return the source and target layouts that the selected tests need."""
     here = (item for item in request.session.items if item.path == request.path)
-    given = [one.params for item in here if (one := getattr(item, "callspec", None))]
-    found = {(one["name"], one["name"]) for one in given if one.get("name") in LAYOUTS}
-    found |= {(one["source"], one["target"]) for one in given if "source" in one}
-    return found | {("one", "one")}
+    parameters = [one.params for item in here if (one := getattr(item, "callspec", None))]
+    names = {(item["name"], item["name"]) for item in parameters if item.get("name") in LAYOUTS}
+    names |= {(item["source"], item["target"]) for item in parameters if "source" in item}
+    return names | {("one", "one")}
 
 
 @pytest.fixture(scope="module")
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """Every layout that is asked about: six steps without a break, with a checkpoint after three,
-    and three more steps from that by itself and by other layouts."""
+    """Train each requested layout for six steps, with a checkpoint after three.
+
+    Three more steps from that checkpoint are run by the same and by other layouts.
+    """
     # The operations of gloo, of which tensor-parallel steps have hundreds, take half of the time.
-    backend = "gloo" if why_no_compiler() else "fsccl"
+    backend = "gloo" if explain_no_compiler() else "fsccl"
     lab = Lab(tmp_path_factory.mktemp("checkpoints"), backend=backend)
-    wanted = sorted(asked(request))
-    layouts = {name: LAYOUTS[name] for pair in wanted for name in pair}
+    requested = sorted(requested_layouts(request))
+    layouts = {name: LAYOUTS[name] for pair in requested for name in pair}
     worlds = sorted({layout.world for layout in layouts.values()})
     saves: dict[int, list[dict[str, Any]]] = {world: [] for world in worlds}
     loads: dict[int, list[dict[str, Any]]] = {world: [] for world in worlds}
@@ -110,7 +120,7 @@ def trained(
         saves[layout.world].append(
             case(f"{name} whole", "save_and_go_on", layout, save, steps=STEPS)
         )
-    for source, target in wanted:
+    for source, target in requested:
         layout = LAYOUTS[target]
         loads[layout.world].append(
             case(f"{source} > {target}", "train_and_save", layout, f"--load {lab.root / source}",
@@ -124,12 +134,12 @@ def trained(
 
 def continued(trained: dict[str, Any], name: str) -> dict[str, Any]:
     assert name in trained, trained["stderr"][-4000:]
-    found: dict[str, Any] = trained[name]
-    assert "error" not in found, found["error"]
-    return found
+    results: dict[str, Any] = trained[name]
+    assert "error" not in results, results["error"]
+    return results
 
 
-@pytest.mark.parametrize("name", those(SAME))
+@pytest.mark.parametrize("name", mark_slow(SAME))
 def test_a_resumed_run_equals_the_uninterrupted_one(name: str, trained: dict[str, Any]) -> None:
     whole = continued(trained, f"{name} whole")
     resumed = continued(trained, f"{name} > {name}")
@@ -141,12 +151,12 @@ def test_a_resumed_run_equals_the_uninterrupted_one(name: str, trained: dict[str
 
 @pytest.mark.parametrize("name", [name for name in SAME if name.startswith("bert")])
 def test_a_resumed_run_equals_it_to_the_bit(name: str, trained: dict[str, Any]) -> None:
-    """The tokens that are masked go on as well."""
+    """The masked tokens are the same as well."""
     whole = continued(trained, f"{name} whole")
     assert continued(trained, f"{name} > {name}")["loss"] == whole["loss"][STEPS:]
 
 
-@pytest.mark.parametrize(("source", "target"), pairs())
+@pytest.mark.parametrize(("source", "target"), layout_pairs())
 def test_another_layout_goes_on_where_one_stopped(
     source: str, target: str, trained: dict[str, Any]
 ) -> None:
@@ -160,7 +170,7 @@ def test_another_layout_goes_on_where_one_stopped(
 
 
 def test_the_optimizers_state_matters(trained: dict[str, Any]) -> None:
-    """Steps after the checkpoint move the loss by far more than the tolerances above."""
+    """Steps after the checkpoint change the loss by far more than the tolerances above."""
     losses = continued(trained, "one whole")["loss"]
     assert max(abs(b - a) for a, b in pairwise(losses)) > 0.01
 
@@ -171,7 +181,7 @@ def test_the_optimizers_state_matters(trained: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def handled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     lab = Lab(tmp_path_factory.mktemp("handled"))
-    root, dp2, one = lab.root, LAYOUTS["dp2-do"], LAYOUTS["one"]
+    root, dp2, case_ = lab.root, LAYOUTS["dp2-do"], LAYOUTS["one"]
     history = root / "history"
     newest, older = history / "iter_0000004", history / "iter_0000003"
     lab.stage(
@@ -203,44 +213,44 @@ def handled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     saved = root / "keep"
     lab.stage(
         1,
-        case("finetune", "train_and_save", one, f"--load {saved} --finetune", steps=1),
-        case("no-optimizer", "train_and_save", one, f"--load {saved} --no-load-optim", steps=1),
-        case("other-optimizer", "load_only", one, f"--load {saved}"),
+        case("finetune", "train_and_save", case_, f"--load {saved} --finetune", steps=1),
+        case("no-optimizer", "train_and_save", case_, f"--load {saved} --no-load-optim", steps=1),
+        case("other-optimizer", "load_only", case_, f"--load {saved}"),
         case("precision", "load_only", Layout(1, DO, "bf16"), f"--load {saved}"),
         case("schedule", "load_only", LAYOUTS["one-do"], f"--load {saved} --min-lr 1e-4"),
         case("longer", "load_only", LAYOUTS["one-do"], f"--load {saved} --train-iters 9"),
         case("override", "load_only", LAYOUTS["one-do"],
              f"--load {saved} --min-lr 1e-4 --override-opt-param-scheduler"),
-        case("other-model", "load_only", one,
+        case("other-model", "load_only", case_,
              f"--load {saved} --num-layers 2 --hidden-size 32 --no-load-optim"),
         case("vocabulary", "load_only", LAYOUTS["one-do"],
              f"--load {saved} --vocab-size 1000"),
-        case("bare", "train_and_save", one,
+        case("bare", "train_and_save", case_,
              f"--save {root / 'bare'} --no-save-optim --no-save-rng", steps=1),
-        case("from-bare", "load_only", one, f"--load {root / 'bare'}"),
-        case("ruin", "damage", one, edits=[[str(root / "bare/iter_0000001/manifest.json"), "{"]]),
-        case("ruined", "load_only", one, f"--load {root / 'bare'}"),
-        case("external", "damage", one,
+        case("from-bare", "load_only", case_, f"--load {root / 'bare'}"),
+        case("ruin", "damage", case_, edits=[[str(root / "bare/iter_0000001/manifest.json"), "{"]]),
+        case("ruined", "load_only", case_, f"--load {root / 'bare'}"),
+        case("external", "damage", case_,
              edits=[[str(root / "async/iter_0000004/manifest.json"), None]]),
         case("from-external", "load_only", LAYOUTS["one-do"], f"--load {root / 'async'}"),
         case("external-schedule", "load_only", LAYOUTS["one-do"],
              f"--load {root / 'async'} --min-lr 1e-4"),
-        case("external-cut", "damage", one,
+        case("external-cut", "damage", case_,
              edits=[[str(root / "async/iter_0000004/__0_0.distcp"), 1000]]),
         case("from-external-cut", "load_only", LAYOUTS["one-do"], f"--load {root / 'async'}"),
-        case("no-save-dir", "train_and_save", one, steps=0),
+        case("no-save-dir", "train_and_save", case_, steps=0),
     )  # fmt: skip
     return lab.run()
 
 
 def test_keep_last(handled: dict[str, Any]) -> None:
-    assert handled["keep"]["names"] == names(3, 4)
+    assert handled["keep"]["names"] == checkpoint_names(3, 4)
     assert handled["keep"]["polled"] == [1, 2, 3, 4]
     assert handled["keep"]["warnings"] == []
 
 
 def test_asynchronous_saves_are_whole_and_the_same(handled: dict[str, Any]) -> None:
-    assert handled["async"]["names"] == names(4)
+    assert handled["async"]["names"] == checkpoint_names(4)
     assert handled["async"]["polled"] == [1, 2, 3, 4]
     ours, whole = handled["from-async"]["loss"], handled["whole"]["loss"]
     assert ours == pytest.approx(whole[4:], abs=1e-6)
@@ -250,7 +260,7 @@ def test_nothing_to_load(handled: dict[str, Any]) -> None:
     assert handled["none"]["report"] is None
 
 
-def test_a_cut_checkpoint_is_passed_over_and_said_so(handled: dict[str, Any]) -> None:
+def test_a_truncated_checkpoint_is_skipped_with_a_note(handled: dict[str, Any]) -> None:
     assert handled["all"]["report"].startswith("iteration 4 from ")
     report = handled["cut-newest"]["report"]
     assert report.startswith("iteration 3 from ")
@@ -266,7 +276,7 @@ def test_going_back_by_the_tracker_file(handled: dict[str, Any]) -> None:
     assert report.startswith("iteration 1 from ")
     assert "iter_0000002: newer than latest_checkpointed_iteration.txt says (1)" in report
     # Iterations 2 and 3 are saved again, over what was there; the cut one ahead is not touched.
-    assert handled["again"]["names"] == names(3, 4)
+    assert handled["again"]["names"] == checkpoint_names(3, 4)
     assert handled["after-again"]["report"].startswith("iteration 3 from ")
 
 
@@ -278,13 +288,13 @@ def test_random_states_come_back_on_each_rank(handled: dict[str, Any]) -> None:
 
 
 def test_a_killed_writer_costs_one_checkpoint(handled: dict[str, Any]) -> None:
-    found = handled["kill"]
-    assert found["names"] == names(1, 3)
-    assert found["warnings"] == [
+    result = handled["kill"]
+    assert result["names"] == checkpoint_names(1, 3)
+    assert result["warnings"] == [
         "the checkpoint of iteration 2 was not saved: rank 1: the process that writes the "
         "checkpoint was killed"
     ]
-    assert all(rank["warnings"] == found["warnings"] for rank in found["ranks"])
+    assert all(rank["warnings"] == result["warnings"] for rank in result["ranks"])
     assert handled["kill-load"]["report"].startswith("iteration 3 from ")
 
 
@@ -320,15 +330,17 @@ def test_weights_alone(handled: dict[str, Any]) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_what_is_refused(name: str, parts: list[str], handled: dict[str, Any]) -> None:
-    found = handled[name]
-    assert found["kind"] == "CheckpointError"
+def test_incompatible_checkpoints_are_refused(
+    name: str, parts: list[str], handled: dict[str, Any]
+) -> None:
+    message = handled[name]
+    assert message["kind"] == "CheckpointError"
     for part in parts:
-        assert part in found["error"]
+        assert part in message["error"]
 
 
-def test_what_is_let_through(handled: dict[str, Any]) -> None:
+def test_compatible_changes_are_accepted(handled: dict[str, Any]) -> None:
     assert handled["override"]["progress"]["iteration"] == 4
     assert handled["from-external"]["progress"]["iteration"] == 4
-    assert handled["bare"]["names"] == names(1)
+    assert handled["bare"]["names"] == checkpoint_names(1)
     assert handled["no-save-dir"]["warnings"] == []

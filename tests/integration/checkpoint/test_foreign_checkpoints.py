@@ -1,4 +1,4 @@
-"""Models of Hugging Face, in and out: transformers is the reference, in every layout."""
+"""Conversion of Hugging Face models both ways, with transformers as the reference."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import pytest
 import torch
 from integration.checkpoint.foreign_lab import CASES, LOADED, UNLIKE, Made, argv
 from safetensors.torch import load_file, save_file
-from support.foreign_models import FURTHER, MODELS, logits, save
+from support.foreign_models import FURTHER, MODELS, compute_logits, save
 
 from flagscale import registry
-from flagscale.config.arguments.huggingface.reading import read_config
+from flagscale.config.arguments.compat.huggingface.reading import read_config
 from flagscale.train.checkpoint.formats import convert
 from flagscale.train.checkpoint.formats.huggingface import HuggingFace
-from flagscale.train.checkpoint.formats.tensors import read
+from flagscale.train.checkpoint.formats.lazy_tensors import read_tensor
 
 pytestmark = [pytest.mark.torch, pytest.mark.integration]
 
@@ -32,65 +32,71 @@ CLOSE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("foreign"))
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for file in path.glob("*.safetensors"):
-        found.update(load_file(file))
-    return found
+        tensors.update(load_file(file))
+    return tensors
 
 
-def assert_same_weights(one: Path, other: Path) -> None:
-    left, right = weights(one), weights(other)
-    assert left.keys() == right.keys()
-    differing = [n for n in left if left[n].dtype != right[n].dtype or not left[n].equal(right[n])]
+def assert_same_weights(first: Path, second: Path) -> None:
+    remaining, right = weights(first), weights(second)
+    assert remaining.keys() == right.keys()
+    differing = [
+        n
+        for n in remaining
+        if remaining[n].dtype != right[n].dtype or not remaining[n].equal(right[n])
+    ]
     assert differing == []
 
 
-def _apart(found: dict[str, Any]) -> float:
-    apart = [rank["apart"] for rank in found["ranks"] if rank.get("apart") is not None]
-    assert apart, found
+def _max_difference(results: dict[str, Any]) -> float:
+    apart = [rank["apart"] for rank in results["ranks"] if rank.get("apart") is not None]
+    assert apart, results
     return max(apart)
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_a_run_starts_from_a_model_in_any_layout(made: Made, name: str, layout: str) -> None:
-    assert f"{name}-{layout}" in made.found, made.found["stderr"][-4000:]
-    assert _apart(made.found[f"{name}-{layout}"]) <= CLOSE
+def test_a_run_starts_from_a_model_in_any_layout(models: Made, name: str, layout: str) -> None:
+    assert f"{name}-{layout}" in models.results, models.results["stderr"][-4000:]
+    assert _max_difference(models.results[f"{name}-{layout}"]) <= CLOSE
 
 
 @pytest.mark.parametrize(("name", "layout"), LOADED)
-def test_what_was_converted_is_loaded_as_any_checkpoint(made: Made, name: str, layout: str) -> None:
-    assert _apart(made.found[f"{name}-{layout}-loaded"]) <= CLOSE
+def test_a_converted_checkpoint_is_loaded_like_any_other(
+    models: Made, name: str, layout: str
+) -> None:
+    assert _max_difference(models.results[f"{name}-{layout}-loaded"]) <= CLOSE
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [*CASES, *((one.rpartition("-")[::2]) for one in UNLIKE)]
+    ("name", "layout"), [*CASES, *((first.rpartition("-")[::2]) for first in UNLIKE)]
 )
-def test_what_a_layout_saves_goes_back_bit_by_bit(
-    made: Made, tmp_path: Path, name: str, layout: str
+def test_a_saved_checkpoint_converts_back_bit_by_bit(
+    models: Made, tmp_path: Path, name: str, layout: str
 ) -> None:
     out = tmp_path / "out"
     assert (
-        convert.main([str(made.saved(name, layout)), str(out), "--like", str(made.root / name)])
+        convert.main([str(models.saved(name, layout)), str(out), "--like", str(models.root / name)])
         == 0
     )
-    assert_same_weights(made.root / name, out)
+    assert_same_weights(models.root / name, out)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_reads_what_training_saved(made: Made, tmp_path: Path, name: str) -> None:
-    """With a config.json that is written from the run's arguments alone."""
+def test_transformers_reads_what_training_saved(models: Made, tmp_path: Path, name: str) -> None:
+    """The config.json is written from the run's arguments alone."""
     out = tmp_path / "out"
-    assert convert.main([str(made.saved(name, "one")), str(out)]) == 0
-    assert float((logits(out) - made.reference[name]).abs().max()) <= CLOSE
+    assert convert.main([str(models.saved(name, "one")), str(out)]) == 0
+    assert float((compute_logits(out) - models.reference[name]).abs().max()) <= CLOSE
 
 
-def test_there_and_back_everything_is_as_it_was(tmp_path: Path) -> None:
-    """Of 16 bits, in several files, with a tokenizer; code is left behind."""
+def test_a_round_trip_changes_nothing(tmp_path: Path) -> None:
+    """16-bit weights in several files, with a tokenizer; code is not copied."""
     there, ours, back = tmp_path / "there", tmp_path / "ours", tmp_path / "back"
     save("qwen3-moe-mixed", there, dtype="bfloat16", shard="40KB")
     assert len(list(there.glob("*.safetensors"))) > 1
@@ -105,44 +111,44 @@ def test_there_and_back_everything_is_as_it_was(tmp_path: Path) -> None:
     assert not (back / "modeling_own.py").exists()
 
 
-def test_half_a_layer_that_predicts_further_is_left_out_and_it_is_said(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_incomplete_mtp_layer_is_left_out_with_a_note(
+    models: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And the biases of V3's router keep their 32 bits among weights of 16."""
+    """The biases of V3's router keep their 32 bits among 16-bit weights."""
     there, ours, back = tmp_path / "there", tmp_path / "ours", tmp_path / "back"
-    shutil.copytree(made.root / FURTHER, there)
+    shutil.copytree(models.root / FURTHER, there)
     _rewrite(there, lambda tensors: tensors.pop("model.layers.2.eh_proj.weight"))
     assert read_config(there)["num_nextn_predict_layers"] == 1
     assert convert.main([str(there), str(ours), "--dtype", "bf16"]) == 0
     assert "such as model.layers.2.eh_proj.weight" in capsys.readouterr().out
     assert convert.main([str(ours), str(back)]) == 0
     assert read_config(back)["num_nextn_predict_layers"] == 0
-    found = weights(back)
+    config = weights(back)
     whole = [name for name in weights(there) if not name.startswith("model.layers.2.")]
-    assert found.keys() == set(whole)
-    kinds = {name: tensor.dtype for name, tensor in found.items()}
+    assert config.keys() == set(whole)
+    kinds = {name: tensor.dtype for name, tensor in config.items()}
     biases = {name for name, kind in kinds.items() if kind == torch.float32}
     assert biases == {"model.layers.1.mlp.gate.e_score_correction_bias"}
 
 
-def test_a_layer_that_predicts_further_shares_the_embedding(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_mtp_layer_shares_the_embedding(
+    models: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there = tmp_path / "there"
-    shutil.copytree(made.root / FURTHER, there)
+    shutil.copytree(models.root / FURTHER, there)
     _rewrite(there, lambda tensors: tensors["model.layers.2.embed_tokens.weight"].add_(1))
     assert convert.main([str(there), str(tmp_path / "ours")]) == 1
     assert "are not the model's own" in capsys.readouterr().err
-    alone = HuggingFace().read(there).alone()
+    alone = HuggingFace().read(there).without_mtp()
     assert not [name for name in alone.tensors if name.startswith("mtp.")]
     assert [note for note in alone.notes if "left out: mtp_num_layers is not set" in note]
     embedding = weights(there)["model.embed_tokens.weight"]
-    assert read(alone.tensors["embedding.word_embeddings.weight"]).equal(embedding)
+    assert read_tensor(alone.tensors["embedding.word_embeddings.weight"]).equal(embedding)
 
 
-def test_the_command_compares_logits(made: Made, tmp_path: Path) -> None:
+def test_the_command_compares_logits(models: Made, tmp_path: Path) -> None:
     def run(out: str, *more: str) -> subprocess.CompletedProcess[str]:
-        words = ["convert", str(made.ours("llama")), str(tmp_path / out), *more]
+        words = ["convert", str(models.ours("llama")), str(tmp_path / out), *more]
         return subprocess.run(
             [sys.executable, "-m", "flagscale.cli", *words],
             capture_output=True,
@@ -152,18 +158,20 @@ def test_the_command_compares_logits(made: Made, tmp_path: Path) -> None:
         )
 
     # Rounding is no other model.
-    done = run("out", "--check", "5,9,2", "--dtype", "bf16")
-    assert done.returncode == 0, done.stderr
-    assert "logits on 3 tokens: at most" in done.stdout
+    process = run("out", "--check", "5,9,2", "--dtype", "bf16")
+    assert process.returncode == 0, process.stderr
+    assert "logits on 3 tokens: at most" in process.stdout
     # What cannot be compared on is told before anything is written.
-    done = run("none", "--check", "5,9,9999")
-    assert (done.returncode, (tmp_path / "none").exists()) == (1, False)
-    assert "--check: 9999 is no token of" in done.stderr
+    process = run("none", "--check", "5,9,9999")
+    assert (process.returncode, (tmp_path / "none").exists()) == (1, False)
+    assert "--check: 9999 is no token of" in process.stderr
 
 
 def test_a_run_starts_from_a_model_and_exports_it(tmp_path: Path) -> None:
-    """By the training program, in 16 bits, where the optimizer has copies of its own: with a
-    learning rate of nothing what comes out is what went in."""
+    """The training program runs in 16 bits, where the optimizer has copies of its own.
+
+    With a learning rate of zero, the exported model equals the pretrained one.
+    """
     there, out = tmp_path / "there", tmp_path / "out"
     save("mixtral", there, dtype="bfloat16")
     (there / "tokenizer.json").write_text("{}")
@@ -171,7 +179,7 @@ def test_a_run_starts_from_a_model_and_exports_it(tmp_path: Path) -> None:
     words += f"--pretrained-checkpoint {there} --save {tmp_path / 'saved'}".split()
     words += f"--export-huggingface {out} --bf16 --use-distributed-optimizer --lr 0".split()
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *torchrun, "flagscale/train/train_gpt.py", *words],
         env={**os.environ, "PYTHONPATH": f"{PROJECT}:{PROJECT / 'third_party' / 'Megatron-LM'}"},
         capture_output=True,
@@ -180,9 +188,9 @@ def test_a_run_starts_from_a_model_and_exports_it(tmp_path: Path) -> None:
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"weights from {there}" in done.stdout
-    assert f"exported to {out / 'iter_0000001'}" in done.stdout
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert f"weights from {there}" in process.stdout
+    assert f"exported to {out / 'iter_0000001'}" in process.stdout
     assert_same_weights(there, out / "iter_0000001")
     assert read_config(out / "iter_0000001") == read_config(there)
     assert (out / "iter_0000001" / "tokenizer.json").is_file()
@@ -199,28 +207,28 @@ MEGATRON = [
 
 @pytest.mark.parametrize(("name", "sizes", "engine"), MEGATRON)
 def test_a_checkpoint_of_megatron_in_its_torch_format(
-    made: Made, tmp_path: Path, name: str, sizes: tuple[int, int, int], engine: bool
+    models: Made, tmp_path: Path, name: str, sizes: tuple[int, int, int], engine: bool
 ) -> None:
     theirs, out = tmp_path / "theirs", tmp_path / "out"
     chunks = 2 if name == "qwen2" else 1
-    mark = made.as_megatron(name, theirs, sizes, engine=engine, chunks=chunks)
+    mark = models.as_megatron(name, theirs, sizes, engine=engine, chunks=chunks)
     assert convert.main([str(theirs), str(out), "--to", "huggingface"]) == 0
-    assert_same_weights(made.root / name, out)
+    assert_same_weights(models.root / name, out)
     assert not mark.exists()
 
 
-def test_a_run_starts_from_a_checkpoint_of_megatron(made: Made) -> None:
-    assert _apart(made.found["qwen3-pp2-megatron"]) <= CLOSE
+def test_a_run_starts_from_a_checkpoint_of_megatron(models: Made) -> None:
+    assert _max_difference(models.results["qwen3-pp2-megatron"]) <= CLOSE
 
 
 def test_a_rank_that_megatron_did_not_write_is_named(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made.as_megatron("llama", tmp_path / "in", (2, 1, 1), engine=True)
-    (gone,) = (tmp_path / "in").glob("*/mp_rank_01/*")
-    gone.unlink()
+    models.as_megatron("llama", tmp_path / "in", (2, 1, 1), engine=True)
+    (missing,) = (tmp_path / "in").glob("*/mp_rank_01/*")
+    missing.unlink()
     assert convert.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 1
-    assert f"{gone} is missing" in capsys.readouterr().err
+    assert f"{missing} is missing" in capsys.readouterr().err
 
 
 # --- what is refused -------------------------------------------------------------------------
@@ -340,23 +348,23 @@ HOSTILE: dict[str, tuple[Change, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_what_is_damaged_or_hostile_is_refused(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+def test_damaged_or_hostile_models_are_refused(
+    models: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
     source, target = tmp_path / "in", tmp_path / "out"
-    shutil.copytree(made.root / "llama", source)
+    shutil.copytree(models.root / "llama", source)
     change, words = HOSTILE[case]
     change(source)
     assert convert.main([str(source), str(target)]) == 1
-    told = capsys.readouterr().err
-    assert [word for word in words if word not in told] == [], told
-    assert "Traceback" not in told
-    left = list(target.rglob("*")) if target.exists() else []
-    assert [path for path in left if path.is_file()] == []
+    stderr = capsys.readouterr().err
+    assert [word for word in words if word not in stderr] == [], stderr
+    assert "Traceback" not in stderr
+    remaining = list(target.rglob("*")) if target.exists() else []
+    assert [path for path in remaining if path.is_file()] == []
 
 
 class Evil:
-    """Runs code where it is unpickled without care."""
+    """Object that runs code when it is unpickled without restrictions."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (Path(self.mark),)
@@ -366,11 +374,11 @@ class Evil:
 
 
 def test_a_checkpoint_from_elsewhere_runs_no_code(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import pickle
 
-    shutil.copytree(made.ours("llama") / "iter_0000000", tmp_path / "in")
+    shutil.copytree(models.ours("llama") / "iter_0000000", tmp_path / "in")
     (tmp_path / "in" / "manifest.json").unlink()
     (tmp_path / "in" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "mark")))
     assert convert.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 1
@@ -378,21 +386,21 @@ def test_a_checkpoint_from_elsewhere_runs_no_code(
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_another_model_is_not_dressed_as_this_one(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_config_of_another_model_is_refused(
+    models: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    like = ["--like", str(made.root / "llama-linear")]
-    assert convert.main([str(made.ours("llama")), str(tmp_path / "out"), *like]) == 1
-    told = capsys.readouterr().err
-    assert "llama-linear is another model" in told
-    assert "rotary_base: 500000 here, config.json has 10000" in told
+    like = ["--like", str(models.root / "llama-linear")]
+    assert convert.main([str(models.ours("llama")), str(tmp_path / "out"), *like]) == 1
+    stderr = capsys.readouterr().err
+    assert "llama-linear is another model" in stderr
+    assert "rotary_base: 500000 here, config.json has 10000" in stderr
 
 
 @pytest.mark.parametrize("direction", ["in", "out"])
-def test_a_full_disk_is_told_and_leaves_nothing(
-    made: Made, tmp_path: Path, capfd: pytest.CaptureFixture[str], direction: str
+def test_a_full_disk_is_reported_and_leaves_nothing(
+    models: Made, tmp_path: Path, capfd: pytest.CaptureFixture[str], direction: str
 ) -> None:
-    source = made.root / "llama" if direction == "in" else made.ours("llama")
+    source = models.root / "llama" if direction == "in" else models.ours("llama")
     target = tmp_path / "out"
     if (child := os.fork()) == 0:
         # A file that may not grow is answered as a full disk is: by the system, in mid-write.
@@ -407,17 +415,20 @@ def test_a_full_disk_is_told_and_leaves_nothing(
 
 
 def test_a_target_in_use_is_left_alone(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
-    assert convert.main([str(made.root / "llama"), str(tmp_path / "out")]) == 1
+    assert convert.main([str(models.root / "llama"), str(tmp_path / "out")]) == 1
     assert "is there already" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
 def test_a_package_brings_a_format(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    models: Made,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     package = tmp_path / "package"
     (package / "plain-1.0.dist-info").mkdir(parents=True)
@@ -427,13 +438,13 @@ def test_a_package_brings_a_format(
     metadata = "Metadata-Version: 2.1\nName: plain\nVersion: 1.0\n"
     (package / "plain-1.0.dist-info" / "METADATA").write_text(metadata)
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
-    assert convert.main([str(made.ours("qwen3")), there, "--to", "plain"]) == 2
+    assert convert.main([str(models.ours("qwen3")), there, "--to", "plain"]) == 2
     assert "no checkpoint format is called 'plain'; known: huggingface" in capsys.readouterr().err
     monkeypatch.syspath_prepend(package)
-    registry._installed.cache_clear()
+    registry._load_entry_points.cache_clear()
     try:
-        assert convert.main([str(made.ours("qwen3")), there, "--to", "plain"]) == 0
+        assert convert.main([str(models.ours("qwen3")), there, "--to", "plain"]) == 0
         assert convert.main([there, back, "--to", "huggingface"]) == 0
     finally:
-        registry._installed.cache_clear()
-    assert_same_weights(made.root / "qwen3", Path(back))
+        registry._load_entry_points.cache_clear()
+    assert_same_weights(models.root / "qwen3", Path(back))

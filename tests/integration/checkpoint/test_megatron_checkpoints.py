@@ -1,4 +1,4 @@
-"""Checkpoints for Megatron-LM and of it: what its programs read and write, on disk."""
+"""Checkpoints for and from Megatron-LM, compared with the documented file formats."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.distributed import checkpoint as dcp
 
 from flagscale.checkpoint_metadata import read_metadata
 from flagscale.train.checkpoint.formats import convert
-from flagscale.train.checkpoint.formats.base import format_of
-from flagscale.train.checkpoint.formats.megatron_layout import values_of
-from flagscale.train.checkpoint.formats.tensors import read
+from flagscale.train.checkpoint.formats.base import detect_format
+from flagscale.train.checkpoint.formats.lazy_tensors import read_tensor
+from flagscale.train.checkpoint.formats.megatron_layout import extract_values
 
 pytestmark = [pytest.mark.torch, pytest.mark.integration]
 
@@ -31,7 +31,7 @@ PADDED = 132
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Checkpoints of ours, by the model's name; made when they are asked for."""
+    """Convert models on demand; return their FlagScale checkpoints by the model's name."""
     root = tmp_path_factory.mktemp("ours")
 
     def made(name: str) -> Path:
@@ -44,19 +44,23 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def whole(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """All tensors of what lies in a directory, and the arguments that say what it is; without the
-    layers that predict further tokens, which Megatron-LM's formats are written without."""
-    model = format_of(path).read(path).alone()
-    return {name: read(tensor).clone() for name, tensor in model.tensors.items()}, {**model.values}
+    """Read all tensors and the arguments of a model.
+
+    Multi-token prediction layers are left out, as in Megatron-LM's formats.
+    """
+    model = detect_format(path).read(path).without_mtp()
+    return {name: read_tensor(tensor).clone() for name, tensor in model.tensors.items()}, {
+        **model.values
+    }
 
 
-def assert_alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if not found[name].equal(wanted[name])] == []
+def assert_same_model(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in expected if not actual[name].equal(expected[name])] == []
 
 
 def rank_files(path: Path) -> dict[str, dict[str, Any]]:
-    """What ranks would load, by directory, as Megatron-LM loads it: without running code."""
+    """Read the files of all ranks by directory, as Megatron-LM does, without running code."""
     with torch.serialization.safe_globals([argparse.Namespace]):
         return {
             file.parent.name: torch.load(file, map_location="cpu", weights_only=True)
@@ -67,9 +71,9 @@ def rank_files(path: Path) -> dict[str, dict[str, Any]]:
 def tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {
         f"{chunk}.{name}": tensor
-        for chunk, own in state.items()
+        for chunk, weights in state.items()
         if chunk.startswith("model")
-        for name, tensor in own.items()
+        for name, tensor in weights.items()
         if tensor is not None
     }
 
@@ -90,7 +94,7 @@ LAYOUTS = [
 def test_each_rank_gets_what_the_documented_layout_gives_it(
     ours: Any, tmp_path: Path, name: str, sizes: tuple[int, int, int], engine: bool, chunks: int
 ) -> None:
-    """Against another writer of that layout; and there and back, bit by bit."""
+    """Compared with another writer of that layout, and converted back bit by bit."""
     theirs, documented, back = (tmp_path / word for word in ("theirs", "documented", "back"))
     weights, values = whole(ours(name))
     words = ["--to", "torch", "--make-vocab-size-divisible-by", str(PADDED // sizes[0])]
@@ -105,7 +109,7 @@ def test_each_rank_gets_what_the_documented_layout_gives_it(
     for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
         if key in padded:
             padded[key] = torch.cat([padded[key], torch.zeros(2, padded[key].shape[1])])
-    megatron_files.write(
+    megatron_files.write_checkpoint(
         documented,
         padded,
         values,
@@ -114,19 +118,19 @@ def test_each_rank_gets_what_the_documented_layout_gives_it(
         mark=None,
         chunks=chunks,
     )
-    found, wanted = rank_files(theirs), rank_files(documented)
-    assert found.keys() == wanted.keys()
+    actual, expected = rank_files(theirs), rank_files(documented)
+    assert actual.keys() == expected.keys()
     tied = "output_layer.weight" not in weights
-    for rank, state in found.items():
-        own = tensors(state)
+    for rank, state in actual.items():
+        written = tensors(state)
         if tied and sizes[1] > 1:
-            own.pop("model.output_layer.weight", None)
-        assert_alike(own, tensors(wanted[rank]))
+            written.pop("model.output_layer.weight", None)
+        assert_same_model(written, tensors(expected[rank]))
         assert state["args"].padded_vocab_size == PADDED
     assert (theirs / "latest_checkpointed_iteration.txt").read_text() == "release\n"
 
     assert convert.main([str(theirs), str(back), "--to", "torch_dist"]) == 0
-    assert_alike(whole(back)[0], weights)
+    assert_same_model(whole(back)[0], weights)
     assert whole(back)[1] == values
 
 
@@ -140,10 +144,10 @@ def test_a_tied_model_has_its_output_layer_on_the_last_stage(ours: Any, tmp_path
 
 
 def test_a_tokenizer_that_does_not_count_the_end_of_a_document() -> None:
-    """As Megatron-LM's arguments have it: 127 tokens and one more, none of which is padding."""
-    given = {"vocab_size": 127, "padded_vocab_size": 128, "num_attention_heads": 1}
-    assert values_of({**given, "tokenizer_type": "NullTokenizer"})["vocab_size"] == 128
-    assert values_of({**given, "tokenizer_type": "GPT2BPETokenizer"})["vocab_size"] == 127
+    """Megatron-LM's arguments record 127 tokens and one more, none of which is padding."""
+    args = {"vocab_size": 127, "padded_vocab_size": 128, "num_attention_heads": 1}
+    assert extract_values({**args, "tokenizer_type": "NullTokenizer"})["vocab_size"] == 128
+    assert extract_values({**args, "tokenizer_type": "GPT2BPETokenizer"})["vocab_size"] == 127
 
 
 def test_stages_of_unlike_sizes(ours: Any, tmp_path: Path) -> None:
@@ -156,7 +160,7 @@ def test_stages_of_unlike_sizes(ours: Any, tmp_path: Path) -> None:
         for rank, state in rank_files(theirs).items()
     }
     assert counts == {"mp_rank_00_000": 1, "mp_rank_00_001": 3}
-    assert_alike(whole(theirs)[0], whole(ours("qwen2"))[0])
+    assert_same_model(whole(theirs)[0], whole(ours("qwen2"))[0])
 
 
 REFUSED: dict[str, tuple[str, list[str], str]] = {
@@ -179,12 +183,12 @@ REFUSED: dict[str, tuple[str, list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_layout_that_cannot_be_is_refused(
+def test_an_impossible_layout_is_refused(
     ours: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
-    name, words, told = REFUSED[case]
+    name, words, message = REFUSED[case]
     assert convert.main([str(ours(name)), str(tmp_path / "out"), "--to", "torch", *words]) == 1
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -204,7 +208,7 @@ def test_logits_are_compared_with_what_transformers_reads(
     assert convert.main([str(ours("llama")), str(tmp_path / "out"), *words]) == 1
     assert "transformers, which reads neither torch_dist nor torch" in capsys.readouterr().err
     there = ours("llama").with_name("llama-hf")
-    done = subprocess.run(
+    process = subprocess.run(
         [
             sys.executable,
             "-m",
@@ -219,15 +223,17 @@ def test_logits_are_compared_with_what_transformers_reads(
         cwd=PROJECT,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert "logits on 3 tokens: at most" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert "logits on 3 tokens: at most" in process.stdout
 
 
 def _as_theirs(weights: dict[str, torch.Tensor], *, alike: bool) -> dict[str, torch.Tensor]:
-    """Weights, by our names, as Megatron-LM's layers of Transformer Engine have them in
-    ``torch_dist``: those of equal layers are one tensor."""
+    """Return weights in Megatron-LM's ``torch_dist`` naming with Transformer Engine's layers.
+
+    Tensors of homogeneous layers are stacked.
+    """
     sparse = {key.partition(".mlp.")[0] for key in weights if ".mlp.router." in key}
-    found: dict[str, list[torch.Tensor]] = {}
+    actual: dict[str, list[torch.Tensor]] = {}
     for key, tensor in weights.items():
         name = key
         if ".self_attention.linear_kv_up_proj." in "".join(weights):
@@ -236,18 +242,18 @@ def _as_theirs(weights: dict[str, torch.Tensor], *, alike: bool) -> dict[str, to
                 name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
         elif name.partition(".mlp.")[0] in sparse:
             name = name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
-        found.setdefault(re.sub(r"layers\.\d+", "layers", name) if alike else name, []).append(
+        actual.setdefault(re.sub(r"layers\.\d+", "layers", name) if alike else name, []).append(
             tensor
         )
     return {
         name: torch.stack(each) if alike and ".layers." in name else each[0]
-        for name, each in found.items()
+        for name, each in actual.items()
     }
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3-moe-mixed", "deepseek-v3"])
 def test_megatrons_torch_dist_format(ours: Any, tmp_path: Path, name: str) -> None:
-    """Read as its programs write it; written as they read it, and there and back bit by bit."""
+    """Read as its programs write it, written as they read it, and converted back bit by bit."""
     weights, values = whole(ours(name))
     path, out, again = tmp_path / "theirs" / "iter_0000005", tmp_path / "out", tmp_path / "again"
     path.mkdir(parents=True)
@@ -256,22 +262,22 @@ def test_megatrons_torch_dist_format(ours: Any, tmp_path: Path, name: str) -> No
     named = _as_theirs(weights, alike=alike)
     optimizer = {"optimizer.state.exp_avg.decoder.final_layernorm.weight": torch.zeros(32)}
     dcp.save(named | optimizer, checkpoint_id=path, no_dist=True)
-    args = megatron_files.arguments(values, (1, 1, 1), 130, Path("unused"))
+    args = megatron_files.build_arguments(values, (1, 1, 1), 130, Path("unused"))
     torch.save({"args": args, "iteration": 5, "checkpoint_version": 3.0}, path / "common.pt")
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     assert convert.main([str(path.parent), str(out), "--to", "torch_dist"]) == 0
-    assert_alike(whole(out)[0], weights)
+    assert_same_model(whole(out)[0], weights)
     assert whole(out)[1] == values
 
     words = ["--to", "megatron_dist", "--make-vocab-size-divisible-by", str(PADDED)]
     assert convert.main([str(out), str(again), *words]) == 0
     for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
         named[key] = torch.cat([named[key], torch.zeros(2, named[key].shape[1])])
-    found = {key: torch.full_like(tensor, 7) for key, tensor in named.items()}
-    dcp.load(found, checkpoint_id=again / "release", no_dist=True)
-    assert_alike(found, named)
-    said = {*read_metadata(again / "release").state_dict_metadata}
-    assert {key for key in said if "_extra_state" not in key} == set(named)
+    actual = {key: torch.full_like(tensor, 7) for key, tensor in named.items()}
+    dcp.load(actual, checkpoint_id=again / "release", no_dist=True)
+    assert_same_model(actual, named)
+    common = {*read_metadata(again / "release").state_dict_metadata}
+    assert {key for key in common if "_extra_state" not in key} == set(named)
     assert convert.main([str(again), str(tmp_path / "back"), "--to", "torch_dist"]) == 0
-    assert_alike(whole(tmp_path / "back")[0], weights)
+    assert_same_model(whole(tmp_path / "back")[0], weights)
     assert whole(tmp_path / "back")[1] == values

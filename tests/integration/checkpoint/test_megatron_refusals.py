@@ -1,4 +1,6 @@
-"""Checkpoints of Megatron-LM that say one model and hold another are named, never loaded wrong."""
+"""Megatron-LM checkpoints whose arguments and tensors disagree are refused, never loaded
+wrongly.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from torch.distributed import checkpoint as dcp
 
 from flagscale.checkpoint_metadata import read_metadata
 from flagscale.train.checkpoint.formats import convert
-from flagscale.train.checkpoint.formats.base import format_of
-from flagscale.train.checkpoint.formats.megatron_unpickler import load
-from flagscale.train.checkpoint.formats.tensors import read
+from flagscale.train.checkpoint.formats.base import detect_format
+from flagscale.train.checkpoint.formats.lazy_tensors import read_tensor
+from flagscale.train.checkpoint.formats.megatron_unpickler import load_pickle
 
 pytestmark = [pytest.mark.torch, pytest.mark.integration]
 
@@ -38,7 +40,7 @@ Case = tuple[str, str, Change, list[str]]
 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """Checkpoints of Megatron-LM, by model and kind; made when they are asked for."""
+    """Write Megatron-LM checkpoints on demand, by model and kind."""
     root = tmp_path_factory.mktemp("theirs")
 
     def made(name: str, kind: str) -> Path:
@@ -53,10 +55,10 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pat
 
 
 def changed(source: Path, target: Path, change: Change, only: str = "mp_rank_*") -> Path:
-    """A copy of a checkpoint, with a ``change`` of what ranks hold: of all, or ``only`` of some."""
+    """Copy a checkpoint and apply ``change`` to the state of all ranks, or of those in ``only``."""
     shutil.copytree(source, target)
     for file in sorted(target.glob(f"release/{only}/model_optim_rng.pt")):
-        state = load(file)
+        state = load_pickle(file)
         state["model"] = {k: v.clone() if v is not None else v for k, v in state["model"].items()}
         change(state)
         file.unlink()
@@ -67,11 +69,11 @@ def changed(source: Path, target: Path, change: Change, only: str = "mp_rank_*")
 
 
 def _change_distributed(path: Path, change: Change) -> None:
-    state: State = load(path / "common.pt")
-    said = read_metadata(path).state_dict_metadata
+    state: State = load_pickle(path / "common.pt")
+    metadata = read_metadata(path).state_dict_metadata
     model = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in said.items()
+        for name, entry in metadata.items()
         if hasattr(entry, "properties")
     }
     dcp.load(model, checkpoint_id=path, no_dist=True)
@@ -81,8 +83,8 @@ def _change_distributed(path: Path, change: Change) -> None:
     torch.save(state, path / "common.pt")
 
 
-def args(**given: Any) -> Change:
-    return lambda state: vars(state["args"]).update(given)
+def args(**namespace: Any) -> Change:
+    return lambda state: vars(state["args"]).update(namespace)
 
 
 def having(name: str, *shape: int) -> Change:
@@ -109,9 +111,9 @@ def refusal(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> s
     out = tmp_path / "out"
     assert convert.main([str(path), str(out), "--to", "torch_dist"]) == 1
     assert not (out / "iter_0000000").exists()
-    told = capsys.readouterr().err
-    assert "Traceback" not in told
-    return told
+    stderr = capsys.readouterr().err
+    assert "Traceback" not in stderr
+    return stderr
 
 
 UNTOLD: dict[str, Case] = {
@@ -166,12 +168,12 @@ UNTOLD: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("case", UNTOLD)
-def test_what_the_arguments_do_not_announce_is_named(
+def test_unexpected_tensors_are_named(
     theirs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
     name, kind, change, words = UNTOLD[case]
-    told = refusal(changed(theirs(name, kind), tmp_path / "in", change), tmp_path, capsys)
-    assert [word for word in words if word not in told] == [], told
+    stderr = refusal(changed(theirs(name, kind), tmp_path / "in", change), tmp_path, capsys)
+    assert [word for word in words if word not in stderr] == [], stderr
 
 
 MISSHAPEN: dict[str, Case] = {
@@ -215,15 +217,15 @@ MISSHAPEN: dict[str, Case] = {
 
 @pytest.mark.parametrize("case", MISSHAPEN)
 @pytest.mark.parametrize("to", ["torch_dist", "huggingface"])
-def test_tensors_of_other_shapes_than_the_arguments_say_are_named(
+def test_tensors_of_unexpected_shapes_are_named(
     theirs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str, to: str
 ) -> None:
     name, kind, change, words = MISSHAPEN[case]
     path = changed(theirs(name, kind), tmp_path / "in", change)
     assert convert.main([str(path), str(tmp_path / "out"), "--to", to]) == 1
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     words = ["has tensors that do not fit its arguments", *words]
-    assert [word for word in words if word not in told] == [], told
+    assert [word for word in words if word not in stderr] == [], stderr
 
 
 ONE_RANK: dict[str, Case] = {
@@ -269,8 +271,8 @@ def test_a_rank_that_does_not_fit_the_others_is_named(
     name, kind, change, words = ONE_RANK[case]
     last = {"tp2": "mp_rank_01", "ep2": "mp_rank_00_001", "pp2": "mp_rank_00_001"}[kind]
     path = changed(theirs(name, kind), tmp_path / "in", change, last)
-    told = refusal(path, tmp_path, capsys)
-    assert [word for word in words if word not in told] == [], told
+    stderr = refusal(path, tmp_path, capsys)
+    assert [word for word in words if word not in stderr] == [], stderr
 
 
 STATES = {
@@ -289,8 +291,10 @@ DISTRIBUTED_STATES = {
 def _with_states(state: State) -> None:
     distributed = not any(name.startswith("decoder.layers.0.") for name in state["model"])
     more = {**STATES, **(DISTRIBUTED_STATES if distributed else {})}
-    known = {name: tensor for name, tensor in more.items() if tensor is not None or not distributed}
-    state["model"].update(known)
+    state_names = {
+        name: tensor for name, tensor in more.items() if tensor is not None or not distributed
+    }
+    state["model"].update(state_names)
     state |= {"optimizer": {"step": 3}, "opt_param_scheduler": {"lr": 1.0}, "rng_state": [1]}
 
 
@@ -329,14 +333,16 @@ ACCEPTED: dict[str, tuple[str, str, Change]] = {
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_what_decides_nothing_of_a_model_is_passed_over(
-    theirs: Any, tmp_path: Path, case: str
-) -> None:
+def test_training_state_is_ignored(theirs: Any, tmp_path: Path, case: str) -> None:
     name, kind, change = ACCEPTED[case]
     path = changed(theirs(name, kind), tmp_path / "in", change)
-    found, wanted = (format_of(one).read(one).tensors for one in (path, theirs(name, kind)))
-    assert found.keys() == wanted.keys()
-    assert all(read(tensor).equal(read(wanted[key])) for key, tensor in found.items())
+    actual, expected = (
+        detect_format(name_).read(name_).tensors for name_ in (path, theirs(name, kind))
+    )
+    assert actual.keys() == expected.keys()
+    assert all(
+        read_tensor(tensor).equal(read_tensor(expected[key])) for key, tensor in actual.items()
+    )
 
 
 ODD: dict[str, tuple[Any, str]] = {
@@ -365,10 +371,10 @@ ODD: dict[str, tuple[Any, str]] = {
 def test_odd_arguments_are_named(
     theirs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str, kind: str
 ) -> None:
-    value, told = ODD[case]
+    value, message = ODD[case]
     change = args(**{case.partition(",")[0]: value})
     path = changed(theirs("llama", kind), tmp_path / "in", change)
-    assert told in refusal(path, tmp_path, capsys)
+    assert message in refusal(path, tmp_path, capsys)
 
 
 FILES = {
@@ -382,13 +388,13 @@ FILES = {
 def test_a_file_that_torch_cannot_map_is_named(
     theirs: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
-    content, told = FILES[case]
+    content, message = FILES[case]
     shutil.copytree(theirs("llama", "one"), tmp_path / "in")
     (tmp_path / "in/release/mp_rank_00/model_optim_rng.pt").write_bytes(content)
-    assert told in refusal(tmp_path / "in", tmp_path, capsys)
+    assert message in refusal(tmp_path / "in", tmp_path, capsys)
 
 
-def test_help_tells_every_format(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_format(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         convert.main(["--help"])
     assert "megatron_dist" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Real data sets through megatron.core: the same global batches for every layout and resume."""
+"""Real datasets through megatron.core: the same global batches for every layout and resume."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.chat_files import write_talks, write_tokenizer
+from support.chat_files import write_conversations, write_tokenizer
 
 from flagscale.errors import DataError
-from flagscale.train.data.preprocess import Job, run
+from flagscale.train.data.preprocess import PreprocessJob, preprocess
 from flagscale.train.data.samplers import Shard
 from flagscale.train.data.tokenizers import TokenizerSpec, open_tokenizer
 from flagscale.train.state import Progress
@@ -41,19 +41,19 @@ def process_group() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Two data sets whose bytes tell them apart: ``low`` is letters, ``high`` digits."""
+    """Write two datasets with different bytes: ``low`` has letters, ``high`` digits."""
     root = tmp_path_factory.mktemp("data sets")
     prefixes = {}
     for name, letters in (("low", "abcdefghij"), ("high", "0123456789")):
         source = root / f"{name}.jsonl"
         texts = [letters[i % 10] * (20 + i) for i in range(60)]
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        job = Job((source,), str(root / name), SPEC, append_eod=True)
-        prefixes[name] = run(job).prefixes[0]
+        job = PreprocessJob((source,), str(root / name), SPEC, append_eod=True)
+        prefixes[name] = preprocess(job).prefixes[0]
     return prefixes
 
 
-def args(tmp_path: Path, **given: Any) -> Namespace:
+def args(tmp_path: Path, **defaults: Any) -> Namespace:
     values: dict[str, Any] = {
         "family": "gpt",
         "data_path": None,
@@ -86,24 +86,24 @@ def args(tmp_path: Path, **given: Any) -> Namespace:
         "sft": False,
         "multiple_validation_sets": None,
     }
-    return Namespace(**{**values, **given})
+    return Namespace(**{**values, **defaults})
 
 
-def iterators(arguments: Namespace, progress: Progress | None = None, **given: Any) -> Any:
+def iterators(arguments: Namespace, progress: Progress | None = None, **tokenizer_args: Any) -> Any:
     from flagscale.train.data.datasets import build_data_iterators
 
     spec = SPEC
     if arguments.sft:
         spec = TokenizerSpec("HuggingFaceTokenizer", arguments.tokenizer_path)
     tokenizer = open_tokenizer(spec)
-    given.setdefault("shard", Shard.even(micro_batch_size=arguments.micro_batch_size))
-    return build_data_iterators(arguments, tokenizer, progress or Progress(), **given)
+    tokenizer_args.setdefault("shard", Shard.even(micro_batch_size=arguments.micro_batch_size))
+    return build_data_iterators(arguments, tokenizer, progress or Progress(), **tokenizer_args)
 
 
 def steps(
     arguments: Namespace, layout: tuple[int, int], count: int, *, skip: int = 0, kind: str = "train"
 ) -> list[list[list[int]]]:
-    """Tokens of each step's global batch, put together from all data-parallel ranks."""
+    """Return the tokens of each step's global batch, assembled from all data-parallel ranks."""
     micro, size = layout
     arguments = Namespace(**{**vars(arguments), "micro_batch_size": micro})
     consumed = skip * arguments.global_batch_size
@@ -145,34 +145,38 @@ def made(args, first, samples):
 """
 
 
-def test_data_of_ones_own_is_the_same_in_every_layout(tmp_path: Path) -> None:
+def test_external_data_is_the_same_in_every_layout(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    own = args(tmp_path, dataloader_type="external", external_data=f"{tmp_path}/own.py:batches")
-    whole = steps(own, (2, 1), 4)
+    external = args(
+        tmp_path, dataloader_type="external", external_data=f"{tmp_path}/own.py:batches"
+    )
+    whole = steps(external, (2, 1), 4)
     assert [row[0] for step in whole for row in step] == list(range(32))
-    assert steps(own, (1, 4), 2, skip=2) == whole[2:]
-    assert steps(own, (2, 2), 1, kind="valid", skip=1) == [[[108 + i] * SEQ for i in range(8)]]
-    assert iterators(own).test is None
-    first, second = iterators(own, chunks=2).train  # of two model chunks
+    assert steps(external, (1, 4), 2, skip=2) == whole[2:]
+    assert steps(external, (2, 2), 1, kind="valid", skip=1) == [[[108 + i] * SEQ for i in range(8)]]
+    assert iterators(external).test is None
+    first, second = iterators(external, chunks=2).train  # of two model chunks
     assert next(first)["tokens"].tolist() == next(second)["tokens"].tolist()
 
 
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
 def test_every_layout_sees_the_same_steps(data: dict[str, str], tmp_path: Path, kind: str) -> None:
-    given = args(tmp_path, data_path=[data["low"]], dataloader_type=kind)
-    whole = steps(given, (2, 1), 12)
+    arguments = args(tmp_path, data_path=[data["low"]], dataloader_type=kind)
+    whole = steps(arguments, (2, 1), 12)
     for layout in ((1, 1), (8, 1), (1, 2), (2, 4), (1, 8)):
-        assert steps(given, layout, 12) == whole
-        assert steps(given, layout, 5, skip=7) == whole[7:]
+        assert steps(arguments, layout, 12) == whole
+        assert steps(arguments, layout, 5, skip=7) == whole[7:]
 
 
 def test_every_layout_sees_the_same_conversations(tmp_path: Path) -> None:
-    """Over several passes, whose order differs, and in sets of their own for validation."""
-    valid = [str(write_talks(tmp_path / f"{name}.jsonl", 9, seed=7)) for name in ("one", "two")]
-    given = args(
+    """Several epochs in different order, and separate validation datasets."""
+    valid = [
+        str(write_conversations(tmp_path / f"{name}.jsonl", 9, seed=7)) for name in ("one", "two")
+    ]
+    arguments = args(
         tmp_path,
         split=None,
-        train_data_path=[str(write_talks(tmp_path / "talks.jsonl", 90))],
+        train_data_path=[str(write_conversations(tmp_path / "talks.jsonl", 90))],
         valid_data_path=valid,
         multiple_validation_sets=True,
         tokenizer_path=str(write_tokenizer(tmp_path / "tokenizer")),
@@ -180,38 +184,42 @@ def test_every_layout_sees_the_same_conversations(tmp_path: Path) -> None:
         **{"sft": True, "sft_format": "auto", "sft_packing": True, "sft_too_long": "refuse"},
         chat_template=None,
     )
-    whole = steps(given, (2, 1), 12)
+    whole = steps(arguments, (2, 1), 12)
     assert len({str(row) for step in whole for row in step}) < 12 * 8
     assert whole[:6] != whole[6:]
     for layout in ((1, 1), (8, 1), (2, 4)):
-        assert steps(given, layout, 5, skip=7) == whole[7:]
-    found = iterators(given)
-    assert (found.valid, found.test, list(found.validations)) == (None, None, ["one", "two"])
+        assert steps(arguments, layout, 5, skip=7) == whole[7:]
+    documents = iterators(arguments)
+    assert (documents.valid, documents.test, list(documents.validations)) == (
+        None,
+        None,
+        ["one", "two"],
+    )
 
 
 def test_evaluation_resumes_too(data: dict[str, str], tmp_path: Path) -> None:
-    given = args(tmp_path, data_path=[data["low"]])
-    whole = steps(given, (2, 1), 6, kind="valid")
-    assert steps(given, (1, 4), 3, skip=3, kind="valid") == whole[3:]
-    assert len(steps(given, (2, 1), 2, kind="test")) == 2
+    arguments = args(tmp_path, data_path=[data["low"]])
+    whole = steps(arguments, (2, 1), 6, kind="valid")
+    assert steps(arguments, (1, 4), 3, skip=3, kind="valid") == whole[3:]
+    assert len(steps(arguments, (2, 1), 2, kind="test")) == 2
 
 
-def test_validation_sets_are_each_by_itself(data: dict[str, str], tmp_path: Path) -> None:
-    own = {"train_data_path": [data["high"]], "valid_data_path": [data["low"], data["high"]]}
-    given = args(tmp_path, **own, split=None, multiple_validation_sets=True)
-    found = iterators(given, Progress(3, 24, 24))
-    assert found.valid is None
-    names = [Path(prefix).name for prefix in own["valid_data_path"]]
-    assert list(found.validations) == names
-    alone = args(tmp_path, **{**own, "valid_data_path": [data["low"]]}, split=None)
+def test_validation_sets_are_evaluated_separately(data: dict[str, str], tmp_path: Path) -> None:
+    separate = {"train_data_path": [data["high"]], "valid_data_path": [data["low"], data["high"]]}
+    arguments = args(tmp_path, **separate, split=None, multiple_validation_sets=True)
+    batches = iterators(arguments, Progress(3, 24, 24))
+    assert batches.valid is None
+    names = [Path(prefix).name for prefix in separate["valid_data_path"]]
+    assert list(batches.validations) == names
+    alone = args(tmp_path, **{**separate, "valid_data_path": [data["low"]]}, split=None)
     expected = iterators(alone, Progress(3, 24, 24)).valid
     for _ in range(4):
-        digits = next(found.validations[names[1]])["tokens"]
+        digits = next(batches.validations[names[1]])["tokens"]
         assert not any(ord("a") <= token <= ord("z") for token in digits.flatten().tolist())
-        letters = next(found.validations[names[0]])["tokens"]
+        letters = next(batches.validations[names[0]])["tokens"]
         assert letters.tolist() == next(expected)["tokens"].tolist()
-    trained = [next(found.train)["tokens"].tolist() for _ in range(4)]
-    without = iterators(args(tmp_path, **own, split=None), Progress(3, 24, 24)).train
+    trained = [next(batches.train)["tokens"].tolist() for _ in range(4)]
+    without = iterators(args(tmp_path, **separate, split=None), Progress(3, 24, 24)).train
     assert trained == [next(without)["tokens"].tolist() for _ in range(4)]
 
 
@@ -222,19 +230,21 @@ def test_blends_keep_their_weights(data: dict[str, str], tmp_path: Path) -> None
     assert letters == pytest.approx(len(rows) / 4, abs=3)
 
 
-def test_mixtures_change_where_they_are_to(data: dict[str, str], tmp_path: Path) -> None:
-    """In mid-step; the same in every layout, before and after a restart, in either phase."""
+def test_blends_change_at_the_start_of_a_phase(data: dict[str, str], tmp_path: Path) -> None:
+    """In the middle of a step, equally in every layout, before and after a restart in either
+    phase.
+    """
     low, high = data["low"], data["high"]
     phases = [f"samples=36 0.25 '{low}' 0.75 '{high}'", f"tokens={72 * SEQ} '{low}'"]
-    given = args(tmp_path, data_path=["0.75", low, "0.25", high], data_phases=phases)
-    whole = steps(given, (2, 1), 12)
+    arguments = args(tmp_path, data_path=["0.75", low, "0.25", high], data_phases=phases)
+    whole = steps(arguments, (2, 1), 12)
     rows = [row for step in whole for row in step]
     letters = [bool(np.median(row) >= ord("a")) for row in rows]
     counts = [sum(letters[a:b]) for a, b in ((0, 36), (36, 72), (72, 96))]
     assert counts == [27, 9, 24]
-    for layout, taken in (((1, 1), 2), ((2, 4), 5), ((8, 1), 9)):
-        assert steps(given, layout, 12 - taken, skip=taken) == whole[taken:]
-    assert len(steps(given, (2, 1), 2, kind="valid")) == 2
+    for layout, tokens in (((1, 1), 2), ((2, 4), 5), ((8, 1), 9)):
+        assert steps(arguments, layout, 12 - tokens, skip=tokens) == whole[tokens:]
+    assert len(steps(arguments, (2, 1), 2, kind="valid")) == 2
     assert len(list((tmp_path / "cache").rglob("*-phases-*.npy"))) == 2
 
 
@@ -248,48 +258,48 @@ def test_a_blend_without_weights_is_passed_through_once(
     assert len(steps(cyclic, (2, 1), 100)) == 100
 
 
-def test_each_split_its_own_data(data: dict[str, str], tmp_path: Path) -> None:
-    given = args(
+def test_separate_data_for_each_split(data: dict[str, str], tmp_path: Path) -> None:
+    arguments = args(
         tmp_path, split=None, train_data_path=[data["low"]], valid_data_path=[data["high"]]
     )
-    found = iterators(given)
-    assert int(next(found.train)["tokens"].median()) >= ord("a")
-    assert int(next(found.valid)["tokens"].median()) < ord("a")
-    assert found.test is None
+    batches = iterators(arguments)
+    assert int(next(batches.train)["tokens"].median()) >= ord("a")
+    assert int(next(batches.valid)["tokens"].median()) < ord("a")
+    assert batches.test is None
 
 
 def test_chunks_get_the_same_batches(data: dict[str, str], tmp_path: Path) -> None:
-    given = args(tmp_path, data_path=[data["low"]])
-    alone = [batch["tokens"].tolist() for batch in islice(iterators(given).train, 6)]
-    one, two = iterators(given, chunks=2).train
-    ahead = [next(one)["tokens"].tolist() for _ in range(4)]  # one chunk runs ahead
-    other = [next(two)["tokens"].tolist() for _ in range(6)]
-    assert ahead + [next(one)["tokens"].tolist() for _ in range(2)] == other == alone
-    assert next(one) is not next(two)
+    arguments = args(tmp_path, data_path=[data["low"]])
+    alone = [batch["tokens"].tolist() for batch in islice(iterators(arguments).train, 6)]
+    first, two = iterators(arguments, chunks=2).train
+    ahead = [next(first)["tokens"].tolist() for _ in range(4)]  # one chunk runs ahead
+    second = [next(two)["tokens"].tolist() for _ in range(6)]
+    assert ahead + [next(first)["tokens"].tolist() for _ in range(2)] == second == alone
+    assert next(first) is not next(two)
 
 
 def test_loader_processes_give_the_same(data: dict[str, str], tmp_path: Path) -> None:
-    given = args(tmp_path, data_path=[data["low"]])
-    whole = steps(given, (2, 1), 4)
-    given.num_workers = 2
-    assert steps(given, (2, 1), 4) == whole
+    arguments = args(tmp_path, data_path=[data["low"]])
+    whole = steps(arguments, (2, 1), 4)
+    arguments.num_workers = 2
+    assert steps(arguments, (2, 1), 4) == whole
 
 
 def test_loader_processes_outlive_a_stop_request_but_not_their_rank(
     data: dict[str, str], tmp_path: Path
 ) -> None:
-    given = args(tmp_path, data_path=[data["low"]])
-    alone = [batch["tokens"].tolist() for batch in iterators(given).train]
-    given.num_workers = 1
+    arguments = args(tmp_path, data_path=[data["low"]])
+    alone = [batch["tokens"].tolist() for batch in iterators(arguments).train]
+    arguments.num_workers = 1
     before = set(multiprocessing.active_children())
-    train = iterators(given).train
-    taken = [next(train)["tokens"].tolist()]
+    train = iterators(arguments).train
+    batches = [next(train)["tokens"].tolist()]
     workers = set(multiprocessing.active_children()) - before
     assert workers
     for worker in workers:
         os.kill(worker.pid or 0, signal.SIGTERM)
-    taken += [batch["tokens"].tolist() for batch in train]
-    assert taken == alone
+    batches += [batch["tokens"].tolist() for batch in train]
+    assert batches == alone
     del train
     gc.collect()
     for worker in workers:
@@ -298,46 +308,46 @@ def test_loader_processes_outlive_a_stop_request_but_not_their_rank(
 
 
 def test_mock_data(tmp_path: Path) -> None:
-    found = iterators(args(tmp_path, mock_data=True, split=None))
-    assert next(found.train)["tokens"].shape == (2, SEQ)
-    assert next(found.valid)["tokens"].shape == (2, SEQ)
+    batch = iterators(args(tmp_path, mock_data=True, split=None))
+    assert next(batch.train)["tokens"].shape == (2, SEQ)
+    assert next(batch.valid)["tokens"].shape == (2, SEQ)
 
 
 def test_a_masked_model_sees_the_same_steps_in_every_layout(
     data: dict[str, str], tmp_path: Path
 ) -> None:
-    given = args(tmp_path, data_path=[data["low"]], family="bert", mask_prob=0.25)
-    whole = steps(given, (2, 1), 12)
+    arguments = args(tmp_path, data_path=[data["low"]], family="bert", mask_prob=0.25)
+    whole = steps(arguments, (2, 1), 12)
     assert any(SPEC_MASK in row for step in whole for row in step)
     for layout in ((8, 1), (1, 4)):
-        assert steps(given, layout, 5, skip=7) == whole[7:]
+        assert steps(arguments, layout, 5, skip=7) == whole[7:]
 
 
 def test_a_masked_batch(data: dict[str, str], tmp_path: Path) -> None:
-    given = args(tmp_path, data_path=[data["low"]], family="bert", mask_prob=0.25)
-    batch = next(iterators(given).train)
+    arguments = args(tmp_path, data_path=[data["low"]], family="bert", mask_prob=0.25)
+    batch = next(iterators(arguments).train)
     assert {key: tuple(value.shape) for key, value in batch.items()} == dict.fromkeys(
         ("tokens", "labels", "loss_mask", "position_ids"), (2, SEQ)
     )
     assert batch["loss_mask"].sum(1).tolist() == [SEQ / 4] * 2
-    told = batch["loss_mask"] > 0
-    assert batch["tokens"][~told].eq(batch["labels"][~told]).all()
-    assert batch["labels"][told].ne(256).all()  # the end of a document
+    predicted = batch["loss_mask"] > 0
+    assert batch["tokens"][~predicted].eq(batch["labels"][~predicted]).all()
+    assert batch["labels"][predicted].ne(256).all()  # the end of a document
 
 
 def test_an_epoch_later_other_tokens_are_masked(data: dict[str, str], tmp_path: Path) -> None:
-    """One sequence is all there is to read, again and again."""
-    given = args(
+    """The data is one sequence, read repeatedly."""
+    arguments = args(
         tmp_path, data_path=[data["low"]], family="bert", mask_prob=0.25, split="1,0,0",
         seq_length=2900, train_iters=3, global_batch_size=1, micro_batch_size=1, eval_iters=0,
     )  # fmt: skip
-    every = list(islice(iterators(given).train, 3))
+    every = list(islice(iterators(arguments).train, 3))
     chosen = {tuple(batch["loss_mask"][0].nonzero().squeeze(1).tolist()) for batch in every}
     assert len(chosen) == 3
 
 
 def test_options_of_documents(data: dict[str, str], tmp_path: Path) -> None:
-    given = args(
+    arguments = args(
         tmp_path,
         data_path=[data["low"]],
         seq_length=64,
@@ -345,35 +355,35 @@ def test_options_of_documents(data: dict[str, str], tmp_path: Path) -> None:
         eod_mask_loss=True,
         mmap_bin_files=False,
     )
-    batch = next(iterators(given).train)
+    batch = next(iterators(arguments).train)
     ends = batch["tokens"] == 256
     assert bool(ends.any())
     assert batch["loss_mask"][ends].eq(0).all()
     assert int(batch["position_ids"].max()) < 63
 
 
-def test_data_written_anew_is_not_read_through_an_old_cache(tmp_path: Path) -> None:
+def test_rewritten_data_is_not_read_through_an_old_cache(tmp_path: Path) -> None:
     source = tmp_path / "text.txt"
-    found = []
+    batches = []
     for letter in "ab":
         source.write_text(f"{letter * 30}\n" * (40 if letter == "a" else 20))
-        job = Job((source,), str(tmp_path / "set"), SPEC, format="lines", overwrite=True)
-        prefix = run(job).prefixes[0]
-        found.append(steps(args(tmp_path, data_path=[prefix], eval_iters=0), (2, 1), 12))
-    assert {token for step in found[1] for row in step for token in row} == {ord("b")}
+        job = PreprocessJob((source,), str(tmp_path / "set"), SPEC, format="lines", overwrite=True)
+        prefix = preprocess(job).prefixes[0]
+        batches.append(steps(args(tmp_path, data_path=[prefix], eval_iters=0), (2, 1), 12))
+    assert {token for step in batches[1] for row in step for token in row} == {ord("b")}
 
 
-def test_a_cut_cache_is_named(data: dict[str, str], tmp_path: Path) -> None:
-    given = args(tmp_path, data_path=[data["low"]])
-    iterators(given)
+def test_a_truncated_cache_is_reported(data: dict[str, str], tmp_path: Path) -> None:
+    arguments = args(tmp_path, data_path=[data["low"]])
+    iterators(arguments)
     for path in (tmp_path / "cache").rglob("*shuffle_index.npy"):
         path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(DataError, match="index cache cannot be read"):
-        iterators(given)
+        iterators(arguments)
 
 
 @pytest.mark.parametrize(
-    ("given", "hint"),
+    ("settings", "hint"),
     [
         pytest.param({"data_cache_path": "file/x"}, "set data_cache_path to a", id="given"),
         pytest.param(
@@ -384,10 +394,10 @@ def test_a_cut_cache_is_named(data: dict[str, str], tmp_path: Path) -> None:
     ],
 )
 def test_a_cache_that_cannot_be_written(
-    data: dict[str, str], tmp_path: Path, given: dict[str, str | None], hint: str
+    data: dict[str, str], tmp_path: Path, settings: dict[str, str | None], hint: str
 ) -> None:
     (tmp_path / "file").touch()
-    places = {name: value and str(tmp_path / value) for name, value in given.items()}
+    places = {name: value and str(tmp_path / value) for name, value in settings.items()}
     with pytest.raises(DataError, match="index cache cannot be written") as error:
         iterators(args(tmp_path, data_path=[data["low"]], **places))
     assert (error.value.hint or "").startswith(hint)

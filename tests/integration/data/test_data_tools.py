@@ -1,4 +1,4 @@
-"""The commands of tools/data, as a user starts them."""
+"""The commands of tools/data, started as users do."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flagscale.train.data.indexed import inspect
-from flagscale.train.data.quickstart import sources
+from flagscale.train.data.indexed_dataset import validate_dataset
+from flagscale.train.data.quickstart import list_sources
 
 pytestmark = pytest.mark.integration
 
@@ -34,27 +34,27 @@ def test_quickstart_twice(tmp_path: Path) -> None:
     assert "next: python run.py" in first.stdout
     output = tmp_path / "q s"
     files = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-    found = inspect(str(output / "stdlib_text_document"))
-    assert 8000 < found.largest_token() < 8192
+    summary = validate_dataset(str(output / "stdlib_text_document"))
+    assert 8000 < summary.find_largest_token() < 8192
     again = tool("quickstart", "--output", "q s", cwd=tmp_path)
     assert again.returncode == 0
-    assert "already there" in again.stdout
+    assert "already exists" in again.stdout
     assert {path: path.read_bytes() for path in files} == files
 
     # Damage is noticed and mended, with the very same content.
     binary = output / "stdlib_text_document.bin"
     binary.write_bytes(binary.read_bytes()[:-2])
     mended = tool("quickstart", "--output", "q s", cwd=tmp_path)
-    assert "made in" in mended.stdout
+    assert "created in" in mended.stdout
     assert {path: path.read_bytes() for path in files} == files
     assert not list(output.glob("*partial*"))
 
 
 def test_the_corpus_is_sorted_and_without_tests() -> None:
-    names = [path.as_posix() for path in sources()]
+    names = [path.as_posix() for path in list_sources()]
     assert any(name.endswith("/json/decoder.py") for name in names)
     assert not any("/test/" in name or "site-packages" in name for name in names)
-    parts = [path.parts for path in sources()]
+    parts = [path.parts for path in list_sources()]
     assert len(set(parts)) == len(parts)
 
 
@@ -76,7 +76,7 @@ def test_text_to_tokenizer_to_data(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert trained.returncode == 0, trained.stderr
-    made = tool(
+    dataset = tool(
         "preprocess",
         "--input",
         "*.jsonl",
@@ -91,11 +91,11 @@ def test_text_to_tokenizer_to_data(tmp_path: Path) -> None:
         2,
         cwd=tmp_path,
     )
-    assert made.returncode == 0, made.stderr
-    assert "50 documents" in made.stdout
-    assert "100 %" in made.stderr
-    assert "Warning" not in made.stderr
-    assert inspect(str(tmp_path / "out" / "a_body_document")).documents == 50
+    assert dataset.returncode == 0, dataset.stderr
+    assert "50 documents" in dataset.stdout
+    assert "100 %" in dataset.stderr
+    assert "Warning" not in dataset.stderr
+    assert validate_dataset(str(tmp_path / "out" / "a_body_document")).documents == 50
     again = tool(
         "preprocess",
         "--input",

@@ -1,4 +1,4 @@
-"""Real runs of small programs. Whatever a test does, none of its processes outlives it."""
+"""Fixtures for real runs of small programs. No process of a test outlives it."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from flagscale.hosts import processes
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Lab]:
-    made = Lab(tmp_path, tmp_path / "exp")
-    yield made
-    made.clear()
+    new_lab = Lab(tmp_path, tmp_path / "exp")
+    yield new_lab
+    new_lab.clear()
 
 
 @pytest.fixture
 def spaced_lab(tmp_path: Path) -> Iterator[Lab]:
-    """A lab whose every path holds spaces, quotes and a dollar."""
+    """A lab whose paths contain spaces, quotes and a dollar sign."""
     root = tmp_path / "a b 'c' $d"
     root.mkdir()
-    made = Lab(root, root / "exp dir")
-    yield made
-    made.clear()
+    new_lab = Lab(root, root / "exp dir")
+    yield new_lab
+    new_lab.clear()
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
-    yield made
-    for planned in made.plans:
-        processes.sweep(planned.run_id, 0, exclude=[os.getpid()])
+    new_bench = Bench(tmp_path)
+    yield new_bench
+    for planned in new_bench.plans:
+        processes.kill_run_processes(planned.run_id, 0, exclude=[os.getpid()])
 
 
 @pytest.fixture(scope="module")
 def slurm_cluster() -> Iterator[Cluster]:
-    """One Slurm for all tests of a file."""
-    with needed_cluster() as made:
-        yield made
+    """One Slurm cluster for all tests of a file."""
+    with needed_cluster() as cluster:
+        yield cluster

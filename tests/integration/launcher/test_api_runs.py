@@ -1,4 +1,4 @@
-"""Real runs, driven from Python."""
+"""Tests of real runs through the Python API."""
 
 from __future__ import annotations
 
@@ -55,25 +55,25 @@ def test_a_run_is_started_watched_and_stopped(lab: Lab) -> None:
             wrong()
     with pytest.raises(RunStateError, match="Is a directory"):
         run.report(lab.root)
-    # The same one, found again, from another thread, as a notebook's widgets would.
+    # The same run, looked up again from another thread, as a notebook's widgets would.
     lines: list[str] = []
-    other = flagscale.find(run.id[:-2])
-    thread = threading.Thread(target=lambda: lines.extend(other.follow()))
+    same_run = flagscale.find(run.id[:-2])
+    thread = threading.Thread(target=lambda: lines.extend(same_run.follow()))
     thread.start()
-    assert other.id == run.id == flagscale.find(lab.exp_dir).id
+    assert same_run.id == run.id == flagscale.find(lab.exp_dir).id
     with pytest.raises(FlagscaleError, match=f"run {run.id} of lab is alive"):
         flagscale.launch(config)
-    page = run.report(lab.root / "page.html", other).read_text(encoding="utf-8")
+    page = run.report(lab.root / "page.html", same_run).read_text(encoding="utf-8")
     assert run.id in page
     run.stop()
     thread.join(timeout=60)
     assert "localhost:0: seed 9" in lines
     assert lab.members() == []
-    assert (run.wait().phase.value, other.status().phase.value) == ("stopped", "stopped")
+    assert (run.wait().phase.value, same_run.status().phase.value) == ("stopped", "stopped")
     run.stop()
 
 
-def test_what_does_not_start_is_an_error(lab: Lab) -> None:
+def test_failed_start_raises_an_error(lab: Lab) -> None:
     config = configured(lab)
     with pytest.raises(JobError, match="ended with exit code 7"):
         flagscale.launch(config, ["+train.model.seed=2"])
@@ -101,7 +101,7 @@ def test_a_mapping_in_a_thread(lab: Lab) -> None:
 
 def test_the_example(lab: Lab) -> None:
     config = configured(lab)
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(PROJECT / "examples/python/seeds.py"), config],
         cwd=lab.root,
         env={**lab.environment(), "PYTHONPATH": str(PROJECT)},
@@ -110,9 +110,9 @@ def test_the_example(lab: Lab) -> None:
         check=False,
         timeout=120,
     )
-    assert done.returncode == 1, done.stderr
-    said = done.stdout.splitlines()
-    assert said[:2] == ["1 rank(s) each", "seed 1: completed at step 3, loss 0.25"]
-    assert any(line.startswith("seed 2:") and "exit code 7" in line for line in said)
-    assert "seed 3: completed at step 3, loss 0.75" in said
+    assert result.returncode == 1, result.stderr
+    output = result.stdout.splitlines()
+    assert output[:2] == ["1 rank(s) each", "seed 1: completed at step 3, loss 0.25"]
+    assert any(line.startswith("seed 2:") and "exit code 7" in line for line in output)
+    assert "seed 3: completed at step 3, loss 0.75" in output
     assert [path.name for path in sorted((lab.root / "outputs_seeds").iterdir())] == ["1", "2", "3"]

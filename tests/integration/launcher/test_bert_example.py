@@ -1,4 +1,4 @@
-"""The example of BERT: real text, from a tokenizer of its own to a checkpoint."""
+"""Test of the BERT example: from real text and its own tokenizer to a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.launch_lab import PROJECT
 
-from flagscale.status import read_events, status_files
+from flagscale.status import list_status_files, read_events
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
@@ -26,26 +26,26 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, Path]:
-    """A directory, the documentation's text in it as a data set, and a tokenizer of it."""
+    """A directory with the documentation's text as a data set, and a tokenizer trained on it."""
     from flagscale.train.data import train_bpe
-    from flagscale.train.data.preprocess import Job, run
+    from flagscale.train.data.preprocess import PreprocessJob, preprocess
     from flagscale.train.data.tokenizers import TokenizerSpec
 
     root = tmp_path_factory.mktemp("bert example")
     texts = [page.read_text(encoding="utf-8") for page in sorted(PROJECT.glob("docs/*.md"))]
     source, tokenizer = root / "docs.jsonl", root / "tokenizer"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    trained = train_bpe.train(texts, train_bpe.BpeSettings(512, SPECIAL))
+    trained = train_bpe.train_tokenizer(texts, train_bpe.BpeSettings(512, SPECIAL))
     tokenizer.mkdir()
     trained.save(str(tokenizer / "tokenizer.json"))
     spec = TokenizerSpec("HuggingFaceTokenizer", str(tokenizer))
-    made = run(Job((source,), str(root / "docs"), spec, append_eod=True))
-    return root, made.prefixes[0], tokenizer
+    dataset = preprocess(PreprocessJob((source,), str(root / "docs"), spec, append_eod=True))
+    return root, dataset.prefixes[0], tokenizer
 
 
 def launch(prepared: tuple[Path, str, Path], *words: str) -> subprocess.CompletedProcess[str]:
     root, data, tokenizer = prepared
-    own = {
+    keys = {
         "experiment.exp_dir": root / "exp",
         "experiment.runner.nproc_per_node": 2,
         "train.data.data_path": data,
@@ -55,11 +55,11 @@ def launch(prepared: tuple[Path, str, Path], *words: str) -> subprocess.Complete
         "++train.system.sequence_parallel": "true",
         "train.system.logging.log_interval": 1,
     }
-    given = [f"{key}={value}" for key, value in own.items()]
+    overrides = [f"{key}={value}" for key, value in keys.items()]
     sizes = [f"++train.model.{size}" for size in SMALL]
     conf = ("--config-path", str(PROJECT / "examples/bert/conf"), "--config-name", "train")
     return subprocess.run(
-        [sys.executable, str(PROJECT / "run.py"), *conf, *given, *sizes, *words],
+        [sys.executable, str(PROJECT / "run.py"), *conf, *overrides, *sizes, *words],
         cwd=root,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -76,9 +76,9 @@ def test_the_example_is_estimated_planned_and_trained(prepared: tuple[Path, str,
     planned = launch(prepared, "action=dryrun")
     assert planned.returncode == 0, planned.stdout + planned.stderr
     assert "--family bert" in planned.stdout
-    done = launch(prepared, "action=test")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "BERT, 0.1 M weights on rank 0, vocabulary 512" in done.stdout
+    result = launch(prepared, "action=test")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "BERT, 0.1 M weights on rank 0, vocabulary 512" in result.stdout
     losses = [event.get("loss") for event in events(prepared[0], "progress")]
     assert len(losses) == 12
     assert losses[-1] < losses[0] - 0.3
@@ -88,5 +88,7 @@ def test_the_example_is_estimated_planned_and_trained(prepared: tuple[Path, str,
 
 def events(root: Path, kind: str) -> list[Any]:
     (directory,) = (root / "exp").glob("logs/details/*/*/status")
-    found = [event for path in status_files(directory) for event in read_events(path)[0]]
-    return [event for event in found if event.event == kind]
+    events_of_ranks = [
+        event for path in list_status_files(directory) for event in read_events(path)[0]
+    ]
+    return [event for event in events_of_ranks if event.event == kind]

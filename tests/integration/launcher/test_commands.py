@@ -1,4 +1,4 @@
-"""Commands on hosts, launched and ended as training is; no torch is there."""
+"""Tests of runs whose task is a command, launched and ended like training, without torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ VARIABLES = (
 NO_TORCH = "raise ImportError('there is no torch here')\n"
 
 
-def command(lab: Lab, *words: str, **runner: Any) -> None:
-    """Make the lab's experiment one that runs these words."""
+def configure_command(lab: Lab, *words: str, **runner: Any) -> None:
+    """Make the lab's experiment run this command."""
     (lab.root / "torch.py").write_text(NO_TORCH, encoding="utf-8")
     lab.configure(
         "",
@@ -36,68 +36,70 @@ def failure(lab: Lab) -> dict[str, Any]:
     return dict(json.loads(lab.do("query", "json=true").stdout)["failure"])
 
 
-def test_each_rank_is_told_its_place(lab: Lab) -> None:
-    shown = " ".join(f"${name}" for name in VARIABLES)
-    command(lab, "bash", "-c", f'echo "at {shown}"; echo lost >&2', master_port=29511)
-    done = lab.do("test")
-    assert done.returncode == 0, done.stderr
+def test_each_rank_gets_its_environment(lab: Lab) -> None:
+    variables = " ".join(f"${name}" for name in VARIABLES)
+    configure_command(lab, "bash", "-c", f'echo "at {variables}"; echo lost >&2', master_port=29511)
+    result = lab.do("test")
+    assert result.returncode == 0, result.stderr
     for rank in (0, 1):
-        assert f"localhost:{rank}: at {rank} {rank} 2 2 0 127.0.0.1 29511" in done.stdout
-    assert done.stdout.count(": lost\n") == 2
-    # Of two files of a rank nothing says which line was written first.
+        assert f"localhost:{rank}: at {rank} {rank} 2 2 0 127.0.0.1 29511" in result.stdout
+    assert result.stdout.count(": lost\n") == 2
+    # The order of lines from a rank's two files is undefined.
     assert sorted(lab.do("logs", "rank=1").stdout.splitlines()) == [
         "localhost:1: at 1 1 2 2 0 127.0.0.1 29511",
         "localhost:1: lost",
     ]
-    # The program's own words, which no shell has seen, and once where nobody says how often.
+    # The program's arguments, without a shell, and a single rank without nproc_per_node.
     program = "import sys; print(sys.argv[1:])"
-    command(lab, "python", "-c", program, "$HOME", "a  b", "*", nproc_per_node=None)
+    configure_command(lab, "python", "-c", program, "$HOME", "a  b", "*", nproc_per_node=None)
     assert "localhost:0: ['$HOME', 'a  b', '*']" in lab.do("test").stdout
 
 
-def test_the_first_that_fails_ends_the_others_and_gives_its_code(lab: Lab) -> None:
+def test_first_failed_rank_ends_the_others_and_determines_the_exit_code(lab: Lab) -> None:
     code = "if [[ $RANK == 1 ]]; then echo out of cheese >&2; exit 7; fi; exec sleep 600"
-    command(lab, "bash", "-c", code)
-    done = lab.do("test")
-    assert done.returncode == 7, done.stdout
-    assert "first failure: localhost: rank 1 ended with exit code 7" in done.stderr
+    configure_command(lab, "bash", "-c", code)
+    result = lab.do("test")
+    assert result.returncode == 7, result.stdout
+    assert "first failure: localhost: rank 1 ended with exit code 7" in result.stderr
     assert "out of cheese" in failure(lab)["traceback"]
     lab.gone()
 
-    command(lab, "no such program")
+    configure_command(lab, "no such program")
     assert lab.do("test").returncode == 127
     assert "cannot start no such program: No such file" in failure(lab)["traceback"]
-    command(lab, "/nowhere/program")
+    configure_command(lab, "/nowhere/program")
     refused = lab.do("test")
     assert refused.returncode == 2
     assert "not there: experiment.task.command: /nowhere/program" in refused.stderr
 
-    command(lab, "bash", "-c", "((RANK)) || kill -KILL $$; exec sleep 600")
+    configure_command(lab, "bash", "-c", "((RANK)) || kill -KILL $$; exec sleep 600")
     assert lab.do("test").returncode == 128 + signal.SIGKILL
     assert failure(lab)["reason"].startswith("ended with signal 9 (SIGKILL): killed from outside")
 
 
-def test_a_stop_lets_each_rank_end_in_its_own_time(lab: Lab) -> None:
-    """The one that ends first must not take the others for failed."""
+def test_stop_gives_each_rank_its_grace_period(lab: Lab) -> None:
+    """The rank that ends first must not end the others as a failure."""
     saving = 'trap "sleep $RANK; echo saved $RANK; exit $((143 * !RANK))" TERM'
-    command(lab, "bash", "-c", f"{saving}; echo works; while :; do sleep 0.1; done", stop_grace=6)
+    configure_command(
+        lab, "bash", "-c", f"{saving}; echo works; while :; do sleep 0.1; done", stop_grace=6
+    )
     started = lab.do("run")
     assert "2 rank process(es) are running" in started.stdout, started.stderr
     until(lambda: lab.output().count("works") == 2)
     assert lab.do("stop").returncode == 0
     assert lab.output().count("saved") == 2
     assert lab.members() == []
-    seen = json.loads(lab.do("query", "json=true").stdout)
-    assert (seen["state"], seen["failure"]) == ("stopped", None)
+    result = json.loads(lab.do("query", "json=true").stdout)
+    assert (result["state"], result["failure"]) == ("stopped", None)
 
 
-def test_nothing_outlives_what_starts_the_ranks(lab: Lab) -> None:
-    command(lab, "sleep", "600", wait_for="none")
+def test_ranks_do_not_outlive_their_launcher(lab: Lab) -> None:
+    configure_command(lab, "sleep", "600", wait_for="none")
     assert lab.do("run").returncode == 0
     rank = next(iter(until(lambda: rank_processes(lab.state())).values()))
-    starter = processes.parent(rank.pid)
+    starter = processes.parent_pid_of(rank.pid)
     assert starter is not None
-    found = next(one for one in lab.members() if one.pid == starter)
-    processes.send(found, signal.SIGKILL)
+    launcher_process = next(member for member in lab.members() if member.pid == starter)
+    processes.send_signal(launcher_process, signal.SIGKILL)
     lab.gone()
     assert failure(lab)["exit_code"] == 128 + signal.SIGKILL

@@ -1,4 +1,6 @@
-"""The page on fine-tuning: its commands, as they stand there, from a model to an answer."""
+"""Test of the commands on the fine-tuning page, as they are printed there, from a model to an
+answer.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 NEEDED = ("run.py", "examples", "flagscale", "third_party")
 
 
-def blocks() -> tuple[list[str], str]:
-    """The commands of the walk through the example, and what they print at their end."""
+def read_command_blocks() -> tuple[list[str], str]:
+    """Return the page's commands, and the output that they print at the end."""
     page = (PROJECT / "docs" / "finetuning.md").read_text(encoding="utf-8")
     walk = page.partition("## From start to end")[2].partition("\n## ")[0]
     commands, answer = re.findall(r"```\n(.*?)```", walk, re.DOTALL)
@@ -28,10 +30,10 @@ def test_the_page_leads_from_a_model_to_an_answer(tmp_path: Path) -> None:
     for name in NEEDED:
         (tmp_path / name).symlink_to(PROJECT / name)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    commands, answer = blocks()
+    commands, answer = read_command_blocks()
     printed = []
     for command in commands:
-        done = subprocess.run(
+        result = subprocess.run(
             ["bash", "-c", command],
             env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
             cwd=tmp_path,
@@ -40,15 +42,15 @@ def test_the_page_leads_from_a_model_to_an_answer(tmp_path: Path) -> None:
             timeout=240,
             check=False,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        printed.append(done.stdout)
+        assert result.returncode == 0, result.stdout + result.stderr
+        printed.append(result.stdout)
     trained, asked = printed[1:]
     assert "0.07 M of them trained" in trained
     filled = re.search(r"train: 2,000 conversations in [\d,]+ sequences of 256, ([\d.]+)%", trained)
     assert filled is not None
     assert float(filled[1]) > 95
     perplexities = [
-        float(found) for found in re.findall(r"valid loss .* perplexity (\S+)", trained)
+        float(number) for number in re.findall(r"valid loss .* perplexity (\S+)", trained)
     ]
     assert len(perplexities) == 2
     assert perplexities[1] < perplexities[0]

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it leaves behind, and its exit codes. Starts no job."""
+"""Tests of the command line: output, files and exit codes, without starting a job."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_dryrun_prints_what_run_would_start_and_writes_nothing(lab: Lab) -> None
     secrets |= {"SESSION_COOKIE": "s3cr3t", "AZURE_CONN": "AccountName=me;AccountKey=s3cr3t;A=b"}
     lab.configure(PROGRAM, envs={**secrets, "NCCL_DEBUG": "WARN"})
     before = tree(lab.root)
-    done = lab.do("dryrun")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^# +envs +NCCL_DEBUG=WARN$", done.stdout, re.MULTILINE)
+    result = lab.do("dryrun")
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"^# +envs +NCCL_DEBUG=WARN$", result.stdout, re.MULTILINE)
     for name in secrets:
-        assert f"{name}=<secret, not written>" in done.stdout
-    assert "#!/usr/bin/env bash" in done.stdout
-    assert "s3cr3t" not in done.stdout
+        assert f"{name}=<secret, not written>" in result.stdout
+    assert "#!/usr/bin/env bash" in result.stdout
+    assert "s3cr3t" not in result.stdout
     assert tree(lab.root) == before
 
 
@@ -47,15 +47,15 @@ def test_dryrun_as_json(lab: Lab) -> None:
 
 
 def test_dryrun_of_a_thousand_hosts(lab: Lab) -> None:
-    """All at once, one of them, or whole for a program; a name that is none's is told."""
+    """All hosts, one of them, as JSON; an unknown host is an error."""
     (lab.root / "hosts").write_text("node[0001-1024] slots=8\n", encoding="utf-8")
     lab.configure(PROGRAM, runner={"hostfile": "hosts", "nproc_per_node": 8})
     text = lab.do("dryrun").stdout
     assert "# 1024 hosts node[0001-1024]: 8 rank(s) each" in text
     assert text.count("#!/usr/bin/env bash") == 1
-    one = lab.do("dryrun", "host=node0512").stdout
-    assert "# host 511 node0512: ranks 4088-4095" in one
-    assert '"node_rank": 511' in one
+    result = lab.do("dryrun", "host=node0512").stdout
+    assert "# host 511 node0512: ranks 4088-4095" in result
+    assert '"node_rank": 511' in result
     plan = json.loads(lab.do("dryrun", "json=true").stdout)
     assert [host["name"] for host in plan["hosts"]] == [f"node{n:04}" for n in range(1, 1025)]
     assert plan["hosts"][0]["agent"]["hosts"] == ["node[0001-1024]"]
@@ -77,14 +77,14 @@ def test_dryrun_of_a_thousand_hosts(lab: Lab) -> None:
         pytest.param(["--cfg", "job", "follow=true"], "follow: true", id="launcher-option"),
     ],
 )
-def test_what_hydra_shows(lab: Lab, words: list[str], expected: str) -> None:
+def test_hydra_cfg_output(lab: Lab, words: list[str], expected: str) -> None:
     lab.configure(PROGRAM)
     before = tree(lab.root)
-    done = subprocess.run(
+    result = subprocess.run(
         lab.command(*words), cwd=lab.root, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert expected in done.stdout
+    assert result.returncode == 0, result.stderr
+    assert expected in result.stdout
     assert tree(lab.root) == before
 
 
@@ -92,15 +92,15 @@ def test_what_hydra_shows(lab: Lab, words: list[str], expected: str) -> None:
 def test_actions_on_nothing_leave_nothing(lab: Lab, action: str) -> None:
     lab.configure(PROGRAM)
     before = tree(lab.root)
-    done = lab.do(action)
-    assert "Traceback" not in done.stderr
+    result = lab.do(action)
+    assert "Traceback" not in result.stderr
     assert tree(lab.root) == before
     if action == "stop":
-        assert done.returncode == 0
-        assert "nothing to stop" in done.stdout
+        assert result.returncode == 0
+        assert "nothing to stop" in result.stdout
     if action in ("query", "logs"):
-        assert done.returncode == 1
-        assert "no run was started" in done.stderr
+        assert result.returncode == 1
+        assert "no run was started" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def test_actions_on_nothing_leave_nothing(lab: Lab, action: str) -> None:
 )
 def test_a_mistake_is_one_message(lab: Lab, words: list[str], message: str) -> None:
     lab.configure(PROGRAM)
-    done = subprocess.run(
+    result = subprocess.run(
         lab.command(*words), cwd=lab.root, capture_output=True, text=True, check=False
     )
-    assert done.returncode == (1 if "action=logs" in words else 2), done.stderr
-    assert done.stderr.startswith("error: ")
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    assert result.returncode == (1 if "action=logs" in words else 2), result.stderr
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
     assert not lab.exp_dir.exists()
 
 
@@ -141,19 +141,19 @@ def test_a_mistake_is_one_message(lab: Lab, words: list[str], message: str) -> N
 def test_a_wrong_place(lab: Lab, words: list[str], message: str) -> None:
     lab.configure(PROGRAM)
     command = [*lab.command()[:2], *words, "action=dryrun"]
-    done = subprocess.run(command, cwd=lab.root, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    result = subprocess.run(command, cwd=lab.root, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
 
 
-def test_a_taken_port_is_told_with_its_holder(lab: Lab) -> None:
+def test_port_in_use_is_reported_with_its_process(lab: Lab) -> None:
     with socket.create_server(("0.0.0.0", 0)) as server:
         port = server.getsockname()[1]
         lab.configure(PROGRAM, runner={"master_port": port})
-        done = lab.do("run")
-        assert done.returncode == 2
-        assert f"port {port} of localhost is in use by process {os.getpid()}" in done.stderr
+        result = lab.do("run")
+        assert result.returncode == 2
+        assert f"port {port} of localhost is in use by process {os.getpid()}" in result.stderr
         assert not lab.exp_dir.exists()
         check = lab.do("check")
         assert check.returncode == 2
@@ -170,9 +170,9 @@ def test_a_taken_port_is_told_with_its_holder(lab: Lab) -> None:
 def test_a_hostfile_that_cannot_be_used(lab: Lab, line: str, message: str) -> None:
     (lab.root / "hosts").write_text(f"{line}\n", encoding="utf-8")
     lab.configure(PROGRAM, runner={"hostfile": "hosts"})
-    done = lab.do("dryrun")
-    assert done.returncode == 2
-    assert message in done.stderr
+    result = lab.do("dryrun")
+    assert result.returncode == 2
+    assert message in result.stderr
 
 
 def test_a_hostfile_with_this_machine_and_its_type(lab: Lab) -> None:
@@ -189,10 +189,10 @@ def test_a_hostfile_with_this_machine_and_its_type(lab: Lab) -> None:
 
 def test_nccl_without_a_gpu(lab: Lab) -> None:
     lab.configure(PROGRAM)
-    done = lab.do("run", "+train.system.distributed_backend=nccl")
-    if "GPU" in done.stderr:
-        assert done.returncode == 2
-        assert "nccl is asked for, but there is no GPU" in done.stderr
+    result = lab.do("run", "+train.system.distributed_backend=nccl")
+    if "GPU" in result.stderr:
+        assert result.returncode == 2
+        assert "nccl is asked for, but there is no GPU" in result.stderr
     else:
         pytest.skip("this machine has GPUs")
 
@@ -200,26 +200,26 @@ def test_nccl_without_a_gpu(lab: Lab) -> None:
 def test_an_exp_dir_that_is_a_file(lab: Lab) -> None:
     lab.configure(PROGRAM)
     lab.exp_dir.write_text("", encoding="utf-8")
-    done = lab.do("run")
-    assert done.returncode == 2
-    assert "is not a directory" in done.stderr
+    result = lab.do("run")
+    assert result.returncode == 2
+    assert "is not a directory" in result.stderr
 
 
 def test_a_reader_that_leaves_early(lab: Lab) -> None:
     lab.configure(PROGRAM)
     words = " ".join(f"'{word}'" for word in lab.command("action=dryrun"))
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {words} | head -c 1"],
         cwd=lab.root,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.stderr == ""
+    assert result.stderr == ""
 
 
 def console_script(lab: Lab, words: list[str]) -> subprocess.CompletedProcess[str]:
-    """What ``flagscale WORDS`` does in the lab."""
+    """Run ``flagscale WORDS`` in the lab."""
     return subprocess.run(
         [sys.executable, "-m", "flagscale.cli", *words],
         cwd=lab.root,
@@ -234,7 +234,7 @@ def console_script(lab: Lab, words: list[str]) -> subprocess.CompletedProcess[st
     ("words", "code", "expected"),
     [
         pytest.param(["--help"], 0, "flagscale logs", id="help"),
-        pytest.param(["run", "--help"], 0, "overrides, as Hydra", id="help-of-run"),
+        pytest.param(["run", "--help"], 0, "overrides in Hydra's", id="help-of-run"),
         pytest.param([], 2, "examples", id="nothing"),
         pytest.param(["version"], 0, "flagscale 0", id="version"),
         pytest.param(["dryrun", "conf/lab.yaml"], 0, "#!/usr/bin/env bash", id="dryrun"),
@@ -264,40 +264,40 @@ def console_script(lab: Lab, words: list[str]) -> subprocess.CompletedProcess[st
 )
 def test_the_console_script(lab: Lab, words: list[str], code: int, expected: str) -> None:
     lab.configure(PROGRAM)
-    done = console_script(lab, words)
-    assert done.returncode == code, done.stderr
-    assert expected in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+    result = console_script(lab, words)
+    assert result.returncode == code, result.stderr
+    assert expected in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
 
 
-def test_an_environment_that_is_not_activated_is_said(lab: Lab) -> None:
+def test_inactive_environment_is_reported(lab: Lab) -> None:
     bare = [sys.executable, "-S", *lab.command()[1:2]]  # without its packages
-    done = subprocess.run(
+    result = subprocess.run(
         [*bare, "--config-path", "conf", "--config-name", "lab", "action=dryrun"],
         cwd=lab.root,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 1
-    assert "has no module yaml" in done.stderr
-    assert ". .venv/bin/activate" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert result.returncode == 1
+    assert "has no module yaml" in result.stderr
+    assert ". .venv/bin/activate" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_run_py_without_anything_teaches(lab: Lab) -> None:
-    done = subprocess.run(lab.command()[:2], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "action=run" in done.stdout
+    result = subprocess.run(lab.command()[:2], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "action=run" in result.stdout
 
 
-def test_a_bare_clone_is_told_of_all_that_it_lacks(tmp_path: Path) -> None:
+def test_fresh_clone_reports_everything_it_lacks(tmp_path: Path) -> None:
     for name in ("flagscale", "examples"):
         shutil.copytree(
             PROJECT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "csrc")
         )
     shutil.copy(PROJECT / "run.py", tmp_path)
-    done = subprocess.run(
+    result = subprocess.run(
         [
             *(sys.executable, "run.py", "--config-path", "examples/llama3/conf"),
             *("--config-name", "train", "action=run"),
@@ -307,10 +307,10 @@ def test_a_bare_clone_is_told_of_all_that_it_lacks(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert done.returncode == 2, done.stderr
-    assert "train.data.data_path: no data set" in done.stderr
-    assert "there is no adapted Megatron-LM in third_party/Megatron-LM" in done.stderr
-    assert "`make data`" in done.stderr and "`make backend`" in done.stderr
+    assert result.returncode == 2, result.stderr
+    assert "train.data.data_path: no data set" in result.stderr
+    assert "there is no adapted Megatron-LM in third_party/Megatron-LM" in result.stderr
+    assert "`make data`" in result.stderr and "`make backend`" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -321,15 +321,13 @@ def test_a_bare_clone_is_told_of_all_that_it_lacks(tmp_path: Path) -> None:
         pytest.param(["stop", "conf/lab.yaml"], 0, "no run was started", id="yaml"),
         pytest.param(["stop", "conf/lab"], 0, "no run was started", id="yaml-without-suffix"),
         pytest.param(["stop", "conf/no.yaml"], 2, "no no.yaml in conf", id="missing-yaml"),
-        pytest.param(["stop", "2026-ab", "a=1"], 2, "a=1: a run that is there has", id="override"),
+        pytest.param(["stop", "2026-ab", "a=1"], 2, "a=1: an existing run takes", id="override"),
         pytest.param(["run", "2026-ab"], 2, "no 2026-ab.yaml", id="not-to-find"),
         pytest.param(["stop", "--help"], 0, "or a run: its id or directory", id="help"),
     ],
 )
-def test_actions_that_find_a_run_take_it_itself(
-    lab: Lab, argv: list[str], code: int, expected: str
-) -> None:
+def test_actions_accept_a_run(lab: Lab, argv: list[str], code: int, expected: str) -> None:
     lab.configure(PROGRAM)
-    done = console_script(lab, argv)
-    assert done.returncode == code, done.stderr
-    assert expected in done.stdout + done.stderr
+    result = console_script(lab, argv)
+    assert result.returncode == code, result.stderr
+    assert expected in result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""Whole jobs under torchrun, through the command line. Each starts torchrun once, if it can."""
+"""Tests of whole jobs under torchrun, through the command line; each starts one at most."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flagscale.hosts import processes
 
 pytestmark = pytest.mark.integration
 
-# A program that reports what it does. TOY_PLAN says, rank by rank, what that is.
+# A program that reports its status. TOY_PLAN contains the behavior of each rank.
 REPORTING = """
 import os, sys, time, traceback
 from flagscale.status import StatusWriter
@@ -85,9 +85,9 @@ subprocess.run([sys.executable, "-c", told], cwd="/", check=True)  # as a loader
 
 
 def query(lab: Lab) -> dict[str, Any]:
-    done = lab.do("query", "json=true")
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    result = lab.do("query", "json=true")
+    assert result.returncode == 0, result.stderr
+    return dict(json.loads(result.stdout))
 
 
 def test_a_run_from_start_to_stop(lab: Lab) -> None:
@@ -98,14 +98,14 @@ def test_a_run_from_start_to_stop(lab: Lab) -> None:
     assert f"run {state.run_id} of lab: 2 rank(s) joined" in started.stdout
     assert state.hosts[0].script.name in started.stdout
 
-    seen = query(lab)
-    assert (seen["state"], seen["joined"], seen["step"], seen["train_steps"]) == (
+    snapshot = query(lab)
+    assert (snapshot["state"], snapshot["joined"], snapshot["step"], snapshot["train_steps"]) == (
         "running",
         2,
         3,
         3,
     )
-    assert seen["tokens_per_second"] == 3000
+    assert snapshot["tokens_per_second"] == 3000
     assert "running" in lab.do("query").stdout
 
     again = lab.do("run")
@@ -130,42 +130,44 @@ def test_a_run_from_start_to_stop(lab: Lab) -> None:
     assert follower.returncode == 0
     assert "stopped" in watcher.communicate(timeout=90)[0]
     assert watcher.returncode == 0
-    seen = query(lab)
-    assert (seen["state"], seen["exit_code"], seen["failure"]) == ("stopped", 143, None)
+    snapshot = query(lab)
+    assert (snapshot["state"], snapshot["exit_code"], snapshot["failure"]) == ("stopped", 143, None)
     for name in ("plan.json", "config.yaml", "overrides.yaml"):
         assert (lab.layout.scripts / name).is_file()
 
 
-def test_stop_lets_ranks_save_and_leaves_their_helpers_to_them(lab: Lab) -> None:
-    """A rank's data loaders must not be signalled with it: it needs them to end its step."""
+def test_stop_signals_ranks_but_not_their_helpers(lab: Lab) -> None:
+    """A rank's data loaders must not get the signal: the rank needs them to finish its step."""
     lab.configure(SAVING, runner={"stop_grace": 20})
     assert lab.do("run").returncode == 0
     until(lambda: lab.output().count("ready") == 2)
     assert lab.do("stop").returncode == 0
     assert lab.members() == []
     assert lab.output().count("saved, helper alive") == 2
-    seen = query(lab)
-    assert (seen["state"], seen["exit_code"]) == ("stopped", 0)
+    snapshot = query(lab)
+    assert (snapshot["state"], snapshot["exit_code"]) == ("stopped", 0)
 
 
-def test_a_failure_at_the_start_is_told_at_once(lab: Lab) -> None:
+def test_failure_at_the_start_is_reported_at_once(lab: Lab) -> None:
     lab.configure(REPORTING, envs={"TOY_PLAN": "hang,raise"})
-    done = lab.do("run", timeout=120)
-    assert done.returncode == 1
-    assert "localhost: rank 1 failed: ValueError: bad data in shard 7 (exit code 1)" in done.stderr
-    assert "Traceback (most recent call last)" in done.stderr
-    assert "stderr.log" in done.stderr
+    result = lab.do("run", timeout=120)
+    assert result.returncode == 1
+    assert (
+        "localhost: rank 1 failed: ValueError: bad data in shard 7 (exit code 1)" in result.stderr
+    )
+    assert "Traceback (most recent call last)" in result.stderr
+    assert "stderr.log" in result.stderr
     lab.gone()
-    seen = query(lab)
-    assert seen["state"] == "failed"
-    assert (seen["failure"]["rank"], seen["failure"]["exit_code"]) == (1, 1)
+    snapshot = query(lab)
+    assert snapshot["state"] == "failed"
+    assert (snapshot["failure"]["rank"], snapshot["failure"]["exit_code"]) == (1, 1)
 
 
 def test_a_silent_program_that_fails_at_the_start(lab: Lab) -> None:
     lab.configure(SILENT, envs={"TOY_FAIL": "1"})
-    done = lab.do("run", timeout=120)
-    assert done.returncode == 1
-    assert "localhost: rank 1 ended with exit code 3" in done.stderr
+    result = lab.do("run", timeout=120)
+    assert result.returncode == 1
+    assert "localhost: rank 1 ended with exit code 3" in result.stderr
     lab.gone()
 
 
@@ -173,32 +175,34 @@ def test_ranks_that_do_not_join_in_time(lab: Lab) -> None:
     lab.configure(
         REPORTING, envs={"TOY_PLAN": "sleep,hang"}, runner={"start_timeout": 10, "stop_grace": 1}
     )
-    done = lab.do("run", timeout=60)
-    assert done.returncode == 1
-    assert "not every rank joined within 10 s; missing: 1" in done.stderr
-    assert "start_timeout" in done.stderr
+    result = lab.do("run", timeout=60)
+    assert result.returncode == 1
+    assert "not every rank joined within 10 s; missing: 1" in result.stderr
+    assert "start_timeout" in result.stderr
     assert lab.members() == []
 
 
 def test_the_foreground_shows_lines_and_returns_the_jobs_code(lab: Lab) -> None:
     lab.configure(SILENT, envs={"TOY_FAIL": "0"})
-    done = lab.do("test")
-    assert done.returncode == 1
-    assert "localhost:0: silent 0\n" in done.stdout
-    assert "localhost: flagscale: run" in done.stdout
+    result = lab.do("test")
+    assert result.returncode == 1
+    assert "localhost:0: silent 0\n" in result.stdout
+    assert "localhost: flagscale: run" in result.stdout
     assert query(lab)["failure"]["exit_code"] == 3
 
 
 def test_the_foreground_ends_well(lab: Lab) -> None:
     lab.configure(REPORTING, envs={"TOY_PLAN": "end,end"}, runner={"foreground": True})
-    done = lab.do("run")
-    assert done.returncode == 0, done.stdout
-    seen = query(lab)
-    assert (seen["state"], seen["exit_code"], seen["step"]) == ("completed", 0, 3)
+    result = lab.do("run")
+    assert result.returncode == 0, result.stdout
+    snapshot = query(lab)
+    assert (snapshot["state"], snapshot["exit_code"], snapshot["step"]) == ("completed", 0, 3)
 
 
-def test_a_foreign_checkout_has_its_own_packages(lab: Lab) -> None:
-    """And what supervises it this project's, though both have a name and a working directory."""
+def test_other_checkout_uses_its_own_packages(lab: Lab) -> None:
+    """The agent uses this project's packages, although both have a package and working directory of
+    that name.
+    """
     theirs = {
         "flagscale/__init__.py": "WHOSE = 'their flagscale'",
         "flagscale/train/train_gpt.py": FOREIGN,
@@ -208,24 +212,27 @@ def test_a_foreign_checkout_has_its_own_packages(lab: Lab) -> None:
     for name, text in theirs.items():
         (lab.root / name).parent.mkdir(parents=True, exist_ok=True)
         (lab.root / name).write_text(text, encoding="utf-8")
-    told = lab.root / "told"
+    record_file = lab.root / "told"
     lab.configure(
         "",
         light=True,
         task={"entrypoint": "flagscale/train/train_gpt.py"},
-        runner={"notify": {"command": f"cat >'{told}'", "on": ["finished"]}, "nproc_per_node": 1},
+        runner={
+            "notify": {"command": f"cat >'{record_file}'", "on": ["finished"]},
+            "nproc_per_node": 1,
+        },
     )
-    done = lab.do("test")
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = lab.do("test")
+    assert result.returncode == 0, result.stdout + result.stderr
     assert lab.output().count("their flagscale, their core, their training") == 2
-    assert json.loads(told.read_text(encoding="utf-8"))["event"] == "finished"
+    assert json.loads(record_file.read_text(encoding="utf-8"))["event"] == "finished"
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
 )
-def test_the_foreground_is_interrupted(lab: Lab, number: signal.Signals, code: int) -> None:
-    """The run ends with its launcher, even if that is killed."""
+def test_interrupt_in_the_foreground(lab: Lab, number: signal.Signals, code: int) -> None:
+    """The run ends with its launcher, even if the launcher is killed."""
     lab.configure(SILENT)
     launcher = lab.start("test")
     assert launcher.stdout is not None
@@ -241,27 +248,27 @@ def test_the_foreground_is_interrupted(lab: Lab, number: signal.Signals, code: i
     assert query(lab)["state"] == "stopped"
 
 
-def test_the_foreground_tells_a_stop_from_a_good_end(lab: Lab) -> None:
-    """Ranks that save and end with 0 when they are stopped elsewhere have not done their job."""
+def test_foreground_distinguishes_a_stop_from_success(lab: Lab) -> None:
+    """Ranks that save and exit with 0 because of a stop elsewhere have not completed the job."""
     lab.configure(SAVING, runner={"stop_grace": 20})
     launcher = lab.start("test")
     until(lambda: lab.layout.state.exists() and lab.output().count("ready") == 2)
     assert lab.do("stop").returncode == 0
-    said, _ = launcher.communicate(timeout=90)
+    output, _ = launcher.communicate(timeout=90)
     assert launcher.returncode == 143
-    assert f"run {lab.state().run_id} was stopped" in said
+    assert f"run {lab.state().run_id} was stopped" in output
 
 
 @pytest.mark.parametrize("victim", ["worker", "torchrun", "agent"])
-def test_a_process_of_the_run_is_killed(lab: Lab, victim: str) -> None:
-    """Nothing is left, without and after a stop; a killed rank is named as the first failure."""
+def test_killed_process_of_the_run(lab: Lab, victim: str) -> None:
+    """No process is left, before and after a stop; a killed rank is the first failure."""
     lab.configure(SILENT, runner={"stop_grace": 1})
     assert lab.do("run").returncode == 0
     state = lab.state()
     worker = rank_processes(state)[1]
-    torchrun = processes.parent(worker.pid)
+    torchrun = processes.parent_pid_of(worker.pid)
     assert torchrun is not None
-    agent = processes.parent(torchrun)
+    agent = processes.parent_pid_of(torchrun)
     assert agent is not None
     pid = {"worker": worker.pid, "torchrun": torchrun, "agent": agent}[victim]
     os.kill(pid, signal.SIGKILL)
@@ -269,9 +276,9 @@ def test_a_process_of_the_run_is_killed(lab: Lab, victim: str) -> None:
     stopped = lab.do("stop")
     assert stopped.returncode == 0
     assert lab.members() == []
-    seen = query(lab)
-    assert seen["state"] == "failed"
-    failure = seen["failure"]
+    snapshot = query(lab)
+    assert snapshot["state"] == "failed"
+    failure = snapshot["failure"]
     if victim == "worker":
         assert (failure["rank"], failure["exit_code"]) == (1, -9)
         assert "SIGKILL" in failure["reason"]
@@ -285,10 +292,10 @@ def test_stop_after_everything_that_supervises_was_killed(lab: Lab) -> None:
     assert lab.do("run").returncode == 0
     state = lab.state()
     ranks = rank_processes(state)
-    others = [p for p in processes.members(state.run_id) if p not in ranks.values()]
+    supervisors = [p for p in processes.find_run_processes(state.run_id) if p not in ranks.values()]
     for number in (signal.SIGSTOP, signal.SIGKILL):
-        for process in others:
-            processes.send(process, number)
+        for process in supervisors:
+            processes.send_signal(process, number)
     until(lambda: len(lab.members()) == len(ranks))
     assert query(lab)["state"] == "running"
     assert lab.do("stop").returncode == 0
@@ -308,36 +315,36 @@ def test_a_killed_rank_is_named_and_not_the_one_that_lost_its_connection(lab: La
     assert (failure["rank"], failure["exit_code"]) == (1, -9)
 
 
-def test_stop_leaves_another_runs_torchrun_alone(lab: Lab) -> None:
+def test_stop_does_not_end_another_runs_torchrun(lab: Lab) -> None:
     lab.configure(SILENT)
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
-    other = subprocess.Popen(
+    other_torchrun = subprocess.Popen(
         [sys.executable, *words, str(lab.root / "program.py")],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     try:
-        assert other.stdout is not None
-        assert "silent 0" in other.stdout.readline()
+        assert other_torchrun.stdout is not None
+        assert "silent 0" in other_torchrun.stdout.readline()
         assert lab.do("run").returncode == 0
         assert lab.do("stop").returncode == 0
         assert lab.members() == []
-        assert other.poll() is None
-        assert processes.identify(other.pid) is not None
+        assert other_torchrun.poll() is None
+        assert processes.identify_process(other_torchrun.pid) is not None
     finally:
-        other.terminate()
-        other.communicate(timeout=90)
+        other_torchrun.terminate()
+        other_torchrun.communicate(timeout=90)
 
 
 def test_a_space_in_every_path(spaced_lab: Lab) -> None:
     spaced_lab.configure(REPORTING, envs={"TOY_PLAN": "end,end"})
-    done = spaced_lab.do("test")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "localhost:0: hello from 0" in done.stdout
+    result = spaced_lab.do("test")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "localhost:0: hello from 0" in result.stdout
 
 
-def test_the_launcher_is_killed_while_it_waits(lab: Lab) -> None:
+def test_launcher_killed_while_waiting(lab: Lab) -> None:
     lab.configure(REPORTING, envs={"TOY_PLAN": "hang,hang"})
     launcher = lab.start("run")
     until(lambda: lab.layout.state.exists() and len(rank_processes(lab.state())) == 2)
@@ -351,6 +358,6 @@ def test_the_launcher_is_killed_while_it_waits(lab: Lab) -> None:
 def test_of_two_launches_at_once_one_is_refused(lab: Lab) -> None:
     lab.configure(REPORTING)
     launchers = [lab.start("run") for _ in range(2)]
-    said = [launcher.communicate(timeout=60)[0] for launcher in launchers]
+    outputs = [launcher.communicate(timeout=60)[0] for launcher in launchers]
     assert sorted(launcher.returncode for launcher in launchers) == [0, 1]
-    assert any(f"run {lab.state().run_id} of lab is alive" in text for text in said)
+    assert any(f"run {lab.state().run_id} of lab is alive" in text for text in outputs)

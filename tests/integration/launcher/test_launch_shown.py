@@ -1,4 +1,4 @@
-"""What ``run.py`` shows of a configuration: all but its secrets."""
+"""Tests that ``run.py`` shows configurations without their secrets."""
 
 from __future__ import annotations
 
@@ -30,24 +30,22 @@ def _shown(lab: Lab, *argv: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("part", ["job", "hydra", "all"])
 @pytest.mark.parametrize("more", [[], ["--resolve"]], ids=["", "resolved"])
-def test_what_is_shown_of_a_configuration_holds_no_secret(
-    lab: Lab, part: str, more: list[str]
-) -> None:
+def test_shown_configuration_contains_no_secret(lab: Lab, part: str, more: list[str]) -> None:
     lab.configure(PROGRAM, envs={**SECRETS, "PLAIN": "seen", "NAME": "${experiment.exp_name}"})
-    done = _shown(lab, "--cfg", part, *more, *OVERRIDDEN)
-    assert done.returncode == 0, done.stderr
-    assert "s3cr3t" not in done.stdout and "four" not in done.stdout
-    assert "<hidden>" in done.stdout
-    assert done.stderr == "note: what looks like a secret is shown as <hidden>\n"
-    shown = yaml.safe_load(done.stdout)
-    assert ("hydra" in shown, "experiment" in shown) == (part != "job", part != "hydra")
+    result = _shown(lab, "--cfg", part, *more, *OVERRIDDEN)
+    assert result.returncode == 0, result.stderr
+    assert "s3cr3t" not in result.stdout and "four" not in result.stdout
+    assert "<hidden>" in result.stdout
+    assert result.stderr == "note: values that look like secrets are shown as <hidden>\n"
+    output = yaml.safe_load(result.stdout)
+    assert ("hydra" in output, "experiment" in output) == (part != "job", part != "hydra")
     if part != "hydra":
-        envs = shown["experiment"]["envs"]
+        envs = output["experiment"]["envs"]
         assert (envs["PLAIN"], envs["SSHPASS"]) == ("seen", "<hidden>")
         assert envs["NAME"] == ("lab" if more else "${experiment.exp_name}")
         assert envs["AZURE_CONN"] == "AccountName=me;AccountKey=<hidden>;EndpointSuffix=x"
     else:
-        assert shown["hydra"]["overrides"]["task"] == [
+        assert output["hydra"]["overrides"]["task"] == [
             "++experiment.envs.SSHPASS=<hidden>",
             '+experiment.envs.node_specific={"h0": {"PGPASSWORD": "<hidden>"}}',
         ]
@@ -55,9 +53,9 @@ def test_what_is_shown_of_a_configuration_holds_no_secret(
 
 def test_a_part_that_holds_no_secret_is_shown_without_a_note(lab: Lab) -> None:
     lab.configure(PROGRAM, envs=SECRETS)
-    done = _shown(lab, "--cfg", "job", "--package", "experiment.runner")
-    assert done.stdout == "# @package experiment.runner\nnproc_per_node: 2\nstop_grace: 3\n"
-    assert done.stderr == ""
+    result = _shown(lab, "--cfg", "job", "--package", "experiment.runner")
+    assert result.stdout == "# @package experiment.runner\nnproc_per_node: 2\nstop_grace: 3\n"
+    assert result.stderr == ""
     wrong = _shown(lab, "--cfg", "job", "--package", "experiment.runer")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "no 'runer' there; did you mean 'runner'?" in wrong.stderr
@@ -68,16 +66,16 @@ def test_help_shows_groups_and_no_value(lab: Lab) -> None:
     (lab.root / "conf" / "train").mkdir()
     for name in ("tiny", "8b"):
         (lab.root / "conf" / "train" / f"{name}.yaml").write_text("model: {}\n", encoding="utf-8")
-    done = _shown(lab, "--help", *OVERRIDDEN)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("Config groups beside lab.yaml\n  train: 8b, tiny\n")
-    assert "s3cr3t" not in done.stdout
+    result = _shown(lab, "--help", *OVERRIDDEN)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("Config groups next to lab.yaml\n  train: 8b, tiny\n")
+    assert "s3cr3t" not in result.stdout
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        pytest.param(["--info"], "--info: only Hydra's own command line can tell", id="info"),
+        pytest.param(["--info"], "--info: only Hydra's own command line supports it", id="info"),
         pytest.param(["--info=defaults"], "--info: only Hydra's own", id="info-of-something"),
         pytest.param(["--hydra-help"], "--hydra-help: only Hydra's own", id="hydra-help"),
         pytest.param(["-sc", "install=bash"], "-sc: is part of Hydra's own", id="completion"),
@@ -86,18 +84,18 @@ def test_help_shows_groups_and_no_value(lab: Lab) -> None:
         pytest.param(["--confg", "job"], "--confg", id="unknown"),
     ],
 )
-def test_what_hydra_has_and_this_has_not(lab: Lab, argv: list[str], message: str) -> None:
+def test_unsupported_hydra_flags(lab: Lab, argv: list[str], message: str) -> None:
     lab.configure(PROGRAM, envs=SECRETS)
-    done = _shown(lab, *argv)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: ")
-    assert message in done.stderr
-    assert "s3cr3t" not in done.stderr
+    result = _shown(lab, *argv)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert "s3cr3t" not in result.stderr
 
 
 def test_overrides_and_flags_in_any_order(lab: Lab) -> None:
     lab.configure(PROGRAM)
-    done = _shown(lab, "experiment.exp_name=x", "--cfg", "job", "~action", "--resolve", "rank=1")
-    assert done.returncode == 0, done.stderr
-    shown = yaml.safe_load(done.stdout)
-    assert (shown["experiment"]["exp_name"], shown["rank"], "action" in shown) == ("x", 1, False)
+    result = _shown(lab, "experiment.exp_name=x", "--cfg", "job", "~action", "--resolve", "rank=1")
+    assert result.returncode == 0, result.stderr
+    output = yaml.safe_load(result.stdout)
+    assert (output["experiment"]["exp_name"], output["rank"], "action" in output) == ("x", 1, False)

@@ -1,4 +1,4 @@
-"""Scripts, agent and runner on this machine. The program stands where torchrun would."""
+"""Tests of scripts, agent and runner on this machine, with a plain program in place of torchrun."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import sys
 from dataclasses import replace
 
 import pytest
+from support.arguments import train_arguments
 from support.launch_bench import SLEEP, Bench
 from support.launch_lab import script_of, until
 
-from flagscale.config.schema import Commands, Environments, Runner, Train
+from flagscale.config.schema import Commands, Environments, Runner
 from flagscale.errors import RunStateError
 from flagscale.hosts import processes
-from flagscale.launcher.runners.base import Texts
+from flagscale.launcher.runners.base import ConfigTexts
 from flagscale.launcher.runners.hosts import HostRunner
 from flagscale.launcher.snapshot import Phase
 from flagscale.launcher.state import load_state
-from flagscale.launcher.stop_result import Stopped
+from flagscale.launcher.stop_result import StopResult
 
 pytestmark = pytest.mark.integration
 
@@ -36,7 +37,7 @@ STUBBORN = """
     print("ready", flush=True)
     time.sleep(600)
 """
-# A process in a session of its own, whose parent has ended.
+# A process in its own session, whose parent has ended.
 ORPHAN = """
     import os, time
     if os.fork() == 0:
@@ -73,7 +74,7 @@ def test_hostile_values_arrive_as_they_are(bench: Bench) -> None:
         path = os.path.join(os.environ["TARGET"], "seen.json")
         json.dump([sys.argv[1:], os.environ["EVIL"], os.environ["BEFORE"]], open(path, "w"))
     """
-    train = Train(model={"label": HOSTILE, "many": ["x y", "$z", "a,b"]})
+    train = train_arguments(model={"label": HOSTILE, "many": ["x y", "$z", "a,b"]})
     envs = Environments({"EVIL": HOSTILE, "TARGET": str(bench.root)})
     cmds = Commands('export BEFORE="it\'s ${TARGET:+set}"', "echo 'after '\"it's over\"")
     assert bench.run(program, exp_dir=exp_dir, train=train, envs=envs, cmds=cmds) == 0
@@ -97,8 +98,8 @@ def test_hostile_values_arrive_as_they_are(bench: Bench) -> None:
     ],
 )
 def test_a_failing_before_start_starts_no_job(bench: Bench, command: str, code: int | None) -> None:
-    found = bench.run("print('job ran')", cmds=Commands(command, "echo after ran"))
-    assert found == code if code is not None else found != 0
+    snapshot = bench.run("print('job ran')", cmds=Commands(command, "echo after ran"))
+    assert snapshot == code if code is not None else snapshot != 0
     assert "job ran" not in bench.output
     assert "after ran" in bench.output
     assert bench.exit_record()["phase"] == "before_start"
@@ -123,13 +124,13 @@ def test_after_stop_always_runs_and_never_changes_the_code(bench: Bench) -> None
 def test_stop_and_stop_again(bench: Bench) -> None:
     state = bench.start(SLEEP)
     bench.runner.stop(state)
-    assert processes.members(state.run_id) == []
+    assert processes.find_run_processes(state.run_id) == []
     assert bench.exit_record()["signal"] == signal.SIGTERM
     assert bench.runner.query(bench.runner_state()).phase is Phase.STOPPED
-    assert bench.runner.stop(state) == Stopped()
+    assert bench.runner.stop(state) == StopResult()
 
 
-def test_a_job_that_saves_when_it_is_stopped_has_the_time_to(bench: Bench) -> None:
+def test_stopped_job_has_time_to_save(bench: Bench) -> None:
     program = """
         import signal, sys, time
         def save(*_):
@@ -146,10 +147,10 @@ def test_a_job_that_saves_when_it_is_stopped_has_the_time_to(bench: Bench) -> No
     assert bench.runner.query(bench.runner_state()).phase is Phase.STOPPED
 
 
-def test_what_ignores_term_is_killed_after_the_grace_period(bench: Bench) -> None:
+def test_process_that_ignores_term_is_killed_after_the_grace_period(bench: Bench) -> None:
     state = bench.start(STUBBORN, runner=Runner(stop_grace=0.3))
     bench.runner.stop(state)
-    assert processes.members(state.run_id) == []
+    assert processes.find_run_processes(state.run_id) == []
     assert bench.exit_record()["code"] == 143
 
 
@@ -157,20 +158,20 @@ def test_stop_during_before_start(bench: Bench) -> None:
     cmds = Commands("echo ready; sleep 600")
     state = bench.start("print('job ran')", cmds=cmds)
     bench.runner.stop(state)
-    assert processes.members(state.run_id) == []
+    assert processes.find_run_processes(state.run_id) == []
     assert "job ran" not in bench.output
     assert bench.runner.query(bench.runner_state()).phase is Phase.STOPPED
 
 
-def test_stop_touches_nothing_else(bench: Bench) -> None:
-    """Neither a process of the same name and arguments nor one of another run."""
+def test_stop_ends_no_other_process(bench: Bench) -> None:
+    """Neither a process with the same name and arguments nor one of another run."""
     state = bench.start(SLEEP)
-    other = {**os.environ, "FLAGSCALE_RUN_ID": f"{state.run_id}0"}
+    other_environment = {**os.environ, "FLAGSCALE_RUN_ID": f"{state.run_id}0"}
     words = [sys.executable, str(bench.root / "program.py"), "torch.distributed.run"]
-    bystander = subprocess.Popen(words, env=other, stdout=subprocess.DEVNULL)
+    bystander = subprocess.Popen(words, env=other_environment, stdout=subprocess.DEVNULL)
     try:
         bench.runner.stop(state)
-        assert processes.members(state.run_id) == []
+        assert processes.find_run_processes(state.run_id) == []
         assert bystander.poll() is None
     finally:
         bystander.kill()
@@ -180,17 +181,17 @@ def test_stop_touches_nothing_else(bench: Bench) -> None:
 def test_orphans_are_ended_with_the_job(bench: Bench) -> None:
     assert bench.run(ORPHAN) == 0
     state = bench.runner_state()
-    assert processes.members(state.run_id) == []
+    assert processes.find_run_processes(state.run_id) == []
     assert len(bench.exit_record()["swept"]) == 1
 
 
 @pytest.mark.parametrize("program", [SLEEP, STUBBORN, "    print('ready')\n" + ORPHAN + SLEEP])
-def test_the_agent_is_killed(bench: Bench, program: str) -> None:
-    """Nobody has to call stop: the kernel and the script end the rest."""
+def test_killed_agent(bench: Bench, program: str) -> None:
+    """The kernel and the script end the remaining processes without a stop."""
     state = bench.start(program, runner=Runner(stop_grace=0.3))
-    assert processes.send(bench.agent(state), signal.SIGKILL)
+    assert processes.send_signal(bench.agent(state), signal.SIGKILL)
     assert bench.runner.wait(state) == 137
-    assert processes.members(state.run_id) == []
+    assert processes.find_run_processes(state.run_id) == []
     assert bench.exit_record()["phase"] == "agent"
     assert bench.runner.query(bench.runner_state()).phase is Phase.FAILED
 
@@ -198,44 +199,50 @@ def test_the_agent_is_killed(bench: Bench, program: str) -> None:
 def test_the_script_is_killed(bench: Bench) -> None:
     state = bench.start(SLEEP)
     script = script_of(state)
-    assert processes.send(script, signal.SIGKILL)
+    assert processes.send_signal(script, signal.SIGKILL)
     bench.runner.wait(state)
-    until(lambda: not processes.members(state.run_id))
+    until(lambda: not processes.find_run_processes(state.run_id))
     assert bench.exit_record()["signal"] is None
-    seen = bench.runner.query(bench.runner_state())
-    assert seen.phase is Phase.FAILED
-    assert seen.failure is not None
-    assert "lost its script, which was killed" in seen.failure.reason
+    snapshot = bench.runner.query(bench.runner_state())
+    assert snapshot.phase is Phase.FAILED
+    assert snapshot.failure is not None
+    assert "lost its script, which was killed" in snapshot.failure.reason
 
 
 def test_script_and_agent_are_killed_at_once(bench: Bench) -> None:
     state = bench.start(STUBBORN)
     agent, script = bench.agent(state), script_of(state)
     for process in (script, agent):
-        processes.send(process, signal.SIGSTOP)
+        processes.send_signal(process, signal.SIGSTOP)
     for process in (script, agent):
-        processes.send(process, signal.SIGKILL)
+        processes.send_signal(process, signal.SIGKILL)
     until(lambda: not processes.is_alive(script) and not processes.is_alive(agent))
-    assert processes.members(state.run_id) != []
+    assert processes.find_run_processes(state.run_id) != []
     assert bench.runner.query(bench.runner_state()).phase is Phase.RUNNING
     bench.runner.stop(state)
-    assert processes.members(state.run_id) == []
+    assert processes.find_run_processes(state.run_id) == []
 
 
-def test_the_program_is_killed(bench: Bench) -> None:
-    """What it had started in sessions of their own comes to the agent, which ends it."""
+def test_killed_program(bench: Bench) -> None:
+    """Processes that it started in their own sessions become children of the agent, which ends
+    them.
+    """
     state = bench.start("    print('ready')\n" + ORPHAN + SLEEP)
     agent = bench.agent(state).pid
-    program = next(p for p in processes.members(state.run_id) if processes.parent(p.pid) == agent)
-    processes.send(program, signal.SIGKILL)
+    program = next(
+        p
+        for p in processes.find_run_processes(state.run_id)
+        if processes.parent_pid_of(p.pid) == agent
+    )
+    processes.send_signal(program, signal.SIGKILL)
     assert bench.runner.wait(state) == 137
-    assert processes.members(state.run_id) == []
+    assert processes.find_run_processes(state.run_id) == []
 
 
 def test_a_second_run_is_refused_by_name(bench: Bench) -> None:
     state = bench.start(SLEEP)
     with pytest.raises(RunStateError) as raised:
-        HostRunner().submit(bench.plan(SLEEP), Texts())
+        HostRunner().submit(bench.plan(SLEEP), ConfigTexts())
     assert state.run_id in str(raised.value)
     assert str(state.hosts[0].pid) in str(raised.value)
     assert load_state(bench.plans[0].layout.state) == state
@@ -252,16 +259,19 @@ def test_secrets_reach_the_job_and_no_file(bench: Bench) -> None:
         assert path.is_dir() or b"s3cr3t" not in path.read_bytes(), path
 
 
-@pytest.mark.parametrize("given", ["", "ab" * 16], ids=["of-the-run", "the-users"])
-def test_ranks_have_a_secret_which_no_file_has(bench: Bench, given: str) -> None:
-    # Digits between others: what is printed is in the output.
+@pytest.mark.parametrize("user_secret", ["", "ab" * 16], ids=["of-the-run", "the-users"])
+def test_ranks_have_a_secret_which_no_file_has(bench: Bench, user_secret: str) -> None:
+    # Digits separated by dashes, so that the printed form in the output differs from the secret.
     program = "import os; print('digits', '-'.join(os.environ['FSCCL_SECRET']))"
-    assert bench.run(program, envs=Environments({"FSCCL_SECRET": given} if given else {})) == 0
+    assert (
+        bench.run(program, envs=Environments({"FSCCL_SECRET": user_secret} if user_secret else {}))
+        == 0
+    )
     (digits,) = re.findall("digits ((?:[0-9a-f]-?){32})", bench.output)
-    made = digits.replace("-", "")
-    assert given in ("", made)
+    secret = digits.replace("-", "")
+    assert user_secret in ("", secret)
     for path in bench.root.rglob("*"):
-        assert path.is_dir() or made.encode() not in path.read_bytes(), path
+        assert path.is_dir() or secret.encode() not in path.read_bytes(), path
 
 
 def test_everything_is_private(bench: Bench) -> None:
@@ -270,7 +280,7 @@ def test_everything_is_private(bench: Bench) -> None:
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
 
 
-def test_each_run_has_an_output_of_its_own(bench: Bench) -> None:
+def test_each_run_has_its_own_output(bench: Bench) -> None:
     bench.run("print('first')")
     first = bench.plans[-1]
     bench.run("print('second')")

@@ -1,4 +1,4 @@
-"""What an installed package brings as a kind of chip: trained on, probed, and benchmarked."""
+"""Tests of a device type from an installed package: training, probing and benchmarks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bed.lab import Bed
 from support.launch_lab import PROJECT, Lab
 from support.ssh_lab import ssh_lab
 
-from flagscale.status import read_events, status_files
+from flagscale.status import list_status_files, read_events
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
@@ -49,8 +49,10 @@ Install = Callable[..., Path]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Install the package as pip does, in a directory of its own whose name is no shell's friend;
-    keyword arguments say how many chips each host has."""
+    """Install the package like pip, in a directory whose name needs quoting in a shell.
+
+    Keyword arguments are the numbers of devices by host.
+    """
 
     def do(**chips: int) -> Path:
         site = tmp_path / "a site's $packages"
@@ -70,30 +72,34 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     return do
 
 
-def test_a_chip_from_outside_is_trained_on(lab: Lab, install: Install) -> None:
-    """Ranks are counted by what the host has and its variable leaves, ``auto`` finds it."""
+def test_training_on_an_installed_device_type(lab: Lab, install: Install) -> None:
+    """Ranks follow the host's devices and its visibility variable; ``auto`` selects the type."""
     install(**{socket.gethostname(): 3})
     runner = {"nproc_per_node": "auto"}
     task = {"entrypoint": str(TRAIN_GPT)}
     lab.configure("", task=task, runner=runner, envs={"DEMO_VISIBLE_DEVICES": "0,2"})
     path = lab.root / "conf" / "lab.yaml"
     path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "train": TINY}))
-    done = lab.do("test", timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = lab.do("test", timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
     (host,) = lab.state().hosts
-    events = [e for file in status_files(host.run_dir / "status") for e in read_events(file)[0]]
+    events = [
+        e for file in list_status_files(host.run_dir / "status") for e in read_events(file)[0]
+    ]
     started = [(e.rank, e.get("device")) for e in events if e.event == "started"]
     assert sorted(started) == [(0, "demo"), (1, "demo")]
     assert {e.get("backend") for e in events if e.event == "joined"} == {"gloo"}
     steps = [e for e in events if e.event == "progress"]
     assert [e.get("step") for e in steps] == [1, 2]
     plan = json.loads(lab.layout.plan.read_text(encoding="utf-8"))
-    values = {one["name"]: one.get("value") for one in plan["hosts"][0]["environment"]}
+    values = {
+        variable["name"]: variable.get("value") for variable in plan["hosts"][0]["environment"]
+    }
     assert values["DEMO_READY"] == "it's"
     assert "TORCHDYNAMO_DISABLE" not in values
 
 
-def test_an_unknown_kind_is_refused_with_those_there_are(lab: Lab, install: Install) -> None:
+def test_unknown_device_type_lists_the_available_ones(lab: Lab, install: Install) -> None:
     install()
     lab.configure("", task={"entrypoint": str(TRAIN_GPT)})
     path = lab.root / "conf" / "lab.yaml"
@@ -105,41 +111,41 @@ def test_an_unknown_kind_is_refused_with_those_there_are(lab: Lab, install: Inst
 
 
 @pytest.mark.bed(hosts=2)
-def test_hosts_over_ssh_tell_their_chips(bed: Bed, tmp_path: Path, install: Install) -> None:
-    """Their shells count them; nothing of the package is there."""
+def test_hosts_over_ssh_report_their_devices(bed: Bed, tmp_path: Path, install: Install) -> None:
+    """Their shells count the devices; the package is not installed there."""
     site = install(h00=2, h01=3)
     with ssh_lab(bed, tmp_path / "lab") as lab:
         hostfile = "h00 slots=4 type=Demo-9000\nh01 slots=4 type=cuda\n"
         lab.configure(SHOWING, hostfile=hostfile, runner={"nproc_per_node": "auto"})
         checked = lab.do("check")
-        said = checked.stdout + checked.stderr
-        assert "2 Demo device(s), Demo 9000, for 2 rank(s)" in said
-        assert "3 Demo device(s), Demo 9000, for 3 rank(s), but no GPU" in said
-        # A host that nobody asks looks by itself.
+        output = checked.stdout + checked.stderr
+        assert "2 Demo device(s), Demo 9000, for 2 rank(s)" in output
+        assert "3 Demo device(s), Demo 9000, for 3 rank(s), but no GPU" in output
+        # A host that is not probed detects its devices itself.
         shutil.rmtree(site / "chips" / "h01")
         unasked = ("experiment.runner.preflight=false", "experiment.runner.nproc_per_node=1")
-        done = lab.do("test", *unasked)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert {"h00: ready: it's None", "h01: ready: None 1"} <= set(done.stdout.splitlines())
+        result = lab.do("test", *unasked)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert {"h00: ready: it's None", "h01: ready: None 1"} <= set(result.stdout.splitlines())
 
 
 @pytest.mark.bed(hosts=2)
-def test_a_host_without_the_package_is_named(bed: Bed, tmp_path: Path, install: Install) -> None:
-    """Its Python is asked, though its shell could count."""
+def test_host_without_the_package_is_reported(bed: Bed, tmp_path: Path, install: Install) -> None:
+    """Its Python is probed, although its shell could count the devices."""
     site = install(h00=1, h01=1)
-    own = {"PYTHONPATH": str(site)}
+    fields = {"PYTHONPATH": str(site)}
     with ssh_lab(bed, tmp_path / "lab") as lab:
         lab.configure(
             light=False,
             task={"entrypoint": str(TRAIN_GPT)},
-            envs={"node_specific": {"h00": own}},
+            envs={"node_specific": {"h00": fields}},
             top={"train": TINY},
         )
-        done = lab.do("check", "train.system.device=demo")
-        assert done.returncode == 2, done.stdout + done.stderr
-        rows = [line for line in done.stdout.splitlines() if "communication" in line]
+        result = lab.do("check", "train.system.device=demo")
+        assert result.returncode == 2, result.stdout + result.stderr
+        rows = [line for line in result.stdout.splitlines() if "communication" in line]
         assert [("ok" in row, "h00" in row) for row in rows] == [(True, True), (False, False)]
-        assert "no kind of device is called 'demo'; known: auto, cpu, cuda" in done.stdout
+        assert "no kind of device is called 'demo'; known: auto, cpu, cuda" in result.stdout
 
 
 def test_a_chip_from_outside_is_benchmarked(install: Install) -> None:
@@ -150,9 +156,9 @@ def test_a_chip_from_outside_is_benchmarked(install: Install) -> None:
     def bench(*more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([*run, *more], capture_output=True, text=True, check=False)
 
-    done = bench("-r", "2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 x Demo 9000" in done.stdout
+    result = bench("-r", "2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2 x Demo 9000" in result.stdout
     many = bench("-r", "3")
     assert many.returncode == 2
     assert "local rank 2 has no Demo device" in many.stderr

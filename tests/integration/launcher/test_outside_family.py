@@ -1,4 +1,4 @@
-"""What an installed package brings as a family of models: checked, planned, trained."""
+"""Tests of a model family from an installed package: check, plan and training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bed.lab import Bed
 from support.launch_lab import PROJECT, Lab
 from support.ssh_lab import ssh_lab
 
-from flagscale.status import read_events, status_files
+from flagscale.status import list_status_files, read_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
@@ -33,7 +33,7 @@ TRAIN: dict[str, Any] = {
 
 
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install the family's package as pip does it; where to."""
+    """Install the family's package like pip, and return the directory."""
     site = tmp_path / "a site's $packages"
     about = site / "averages-1.0.dist-info"
     about.mkdir(parents=True)
@@ -48,8 +48,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def ready(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
-    """An experiment of the family."""
+def configure(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    """Configure an experiment of the family."""
     install(tmp_path, monkeypatch)
     lab.configure("", task={"entrypoint": str(TRAIN_GPT)}, runner={"nproc_per_node": 2})
     path = lab.root / "conf" / "lab.yaml"
@@ -57,33 +57,35 @@ def ready(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     return lab
 
 
-def test_a_family_from_outside_is_trained(ready: Lab) -> None:
-    """And goes on from its checkpoint; nobody has counted its arithmetic."""
-    planned = ready.do("dryrun")
+def test_training_of_an_installed_family(configure: Lab) -> None:
+    """It continues from its checkpoint; its arithmetic is unknown to the estimate."""
+    planned = configure.do("dryrun")
     assert planned.returncode == 0, planned.stderr
     assert "averages" in planned.stdout
-    done = ready.do("test", "train.system.exit_interval=2", timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [step.get("step") for step in progress(ready)] == [1, 2]
-    losses = [step.get("loss") for step in progress(ready)]
+    result = configure.do("test", "train.system.exit_interval=2", timeout=240)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [step.get("step") for step in progress(configure)] == [1, 2]
+    losses = [step.get("loss") for step in progress(configure)]
     assert losses[-1] < losses[0]
-    assert {step.get("mfu") for step in progress(ready)} == {None}
-    again = ready.do("test", timeout=240)
+    assert {step.get("mfu") for step in progress(configure)} == {None}
+    again = configure.do("test", timeout=240)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert [step.get("step") for step in progress(ready)] == [3]
+    assert [step.get("step") for step in progress(configure)] == [3]
 
 
 def progress(lab: Lab) -> list[Any]:
     (host,) = lab.state().hosts
-    events = [e for file in status_files(host.run_dir / "status") for e in read_events(file)[0]]
+    events = [
+        e for file in list_status_files(host.run_dir / "status") for e in read_events(file)[0]
+    ]
     return [event for event in events if event.event == "progress"]
 
 
 @pytest.mark.bed(hosts=2)
-def test_a_host_without_the_package_is_named(
+def test_host_without_the_package_is_reported(
     bed: Bed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything starts there."""
+    """Before anything starts on it."""
     site = install(tmp_path, monkeypatch)
     with ssh_lab(bed, tmp_path / "lab") as lab:
         lab.configure(
@@ -92,11 +94,13 @@ def test_a_host_without_the_package_is_named(
             envs={"node_specific": {"h00": {"PYTHONPATH": str(site)}}},
             top={"train": TRAIN},
         )
-        done = lab.do("check")
-        assert done.returncode == 2, done.stdout + done.stderr
-        rows = [line for line in done.stdout.splitlines() if line.strip(" │").startswith("family")]
+        result = lab.do("check")
+        assert result.returncode == 2, result.stdout + result.stderr
+        rows = [
+            line for line in result.stdout.splitlines() if line.strip(" │").startswith("family")
+        ]
         assert [("ok" in row, "h00" in row) for row in rows] == [(True, True), (False, False)]
-        assert "no family of models is called 'averages'; known: gpt, bert" in done.stdout
+        assert "no family of models is called 'averages'; known: gpt, bert" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -124,24 +128,28 @@ def test_a_host_without_the_package_is_named(
         pytest.param(
             "estimate",
             "train.model.train_iters=3",
-            "family: averages: it does not say what its layers are",
+            "family: averages: its layers are not described",
             id="estimate",
         ),
     ],
 )
-def test_what_it_cannot_do_is_said_before_it_starts(
-    ready: Lab, action: str, override: str, message: str
+def test_unsupported_features_are_rejected_before_the_start(
+    configure: Lab, action: str, override: str, message: str
 ) -> None:
-    refused = ready.do(action, override)
+    refused = configure.do(action, override)
     assert refused.returncode == 2, refused.stdout
     assert message in refused.stderr
     assert "Traceback" not in refused.stderr
 
 
-def test_a_function_for_the_data_is_asked_for_before_it_starts(lab: Lab) -> None:
+def test_data_function_is_checked_before_the_start(lab: Lab) -> None:
     """On the host, in the environment of its ranks."""
-    given = {"dataloader_type": "external", "external_data": "own_data.web:batch", "num_workers": 0}
-    train = {**TRAIN, "data": {**given, "vocab_size": 100}}
+    fields = {
+        "dataloader_type": "external",
+        "external_data": "own_data.web:batch",
+        "num_workers": 0,
+    }
+    train = {**TRAIN, "data": {**fields, "vocab_size": 100}}
     train["model"] = {key: value for key, value in TRAIN["model"].items() if key != "family"}
     package = lab.root / "some packages" / "own_data"
     lab.configure("", task={"entrypoint": str(TRAIN_GPT)}, envs={"PYTHONPATH": str(package.parent)})

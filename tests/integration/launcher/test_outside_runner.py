@@ -1,4 +1,4 @@
-"""What installed packages bring: a runner and a way to reach hosts, used by the command line."""
+"""Tests of a runner and a connection type from installed packages, through the command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ for event in ("started", "joined", "ready"):
 time.sleep(600)
 """
 
-# Rank 0 ends at once when it is told to, rank 1 has something to save first.
+# Rank 0 ends at once on a signal, rank 1 saves first.
 SAVING = """
 import os, signal, sys, time
 from pathlib import Path
@@ -48,7 +48,7 @@ Path(sys.argv[0]).with_name(f"told_{rank}").write_text(str(len(told)))
 
 
 def install(lab: Lab, module: str, group: str, entry: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install a package as pip does, but in a directory of its own; that directory."""
+    """Install a package like pip in its own directory, and return that directory."""
     site = lab.root / "site"
     about = site / f"{module}-1.0.dist-info"
     about.mkdir(parents=True)
@@ -63,17 +63,17 @@ def install(lab: Lab, module: str, group: str, entry: str, monkeypatch: pytest.M
 def queue(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A queue with its worker, for the runner of an installed package."""
     install(lab, "queued", "flagscale.runners", "mine = queued:QueueRunner", monkeypatch)
-    made = lab.root / "queue"
-    made.mkdir()
-    worker = subprocess.Popen([sys.executable, "-m", "queued", str(made)])
-    until((made / "worker").exists)
-    yield made
+    directory = lab.root / "queue"
+    directory.mkdir()
+    worker = subprocess.Popen([sys.executable, "-m", "queued", str(directory)])
+    until((directory / "worker").exists)
+    yield directory
     worker.terminate()
     worker.wait()
 
 
 def flagscale(lab: Lab, *words: str) -> subprocess.CompletedProcess[str]:
-    """The console script, from a directory in which nothing of the run is."""
+    """Run the console script in a directory that contains nothing of the run."""
     elsewhere = lab.root / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
     argv = [sys.executable, "-m", "flagscale.cli", *words]
@@ -86,9 +86,9 @@ def test_every_verb_with_a_runner_from_outside(lab: Lab, queue: Path) -> None:
     runner = {"type": "mine", "mine": {"queue": str(queue)}, "nnodes": 2, "nproc_per_node": 1}
     lab.configure(REPORTING, light=True, runner={**runner, "master_port": free_port()})
 
-    shown = json.loads(lab.do("dryrun", "json=true").stdout)
-    assert shown["runner"] == {"type": "mine", "handle": {"queue": str(queue)}}
-    assert [host["name"] for host in shown["hosts"]] == ["cell-0", "cell-1"]
+    result = json.loads(lab.do("dryrun", "json=true").stdout)
+    assert result["runner"] == {"type": "mine", "handle": {"queue": str(queue)}}
+    assert [host["name"] for host in result["hosts"]] == ["cell-0", "cell-1"]
     checked = lab.do("check")
     assert (checked.returncode, "waits for jobs" in checked.stdout) == (0, True), checked.stderr
 
@@ -129,7 +129,7 @@ def test_hosts_of_one_machine_end_their_own_ranks_alone(lab: Lab, queue: Path) -
     assert [(lab.root / f"told_{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
 
 
-def test_what_a_runner_from_outside_refuses_is_a_mistake_in_the_yaml(lab: Lab, queue: Path) -> None:
+def test_errors_of_an_installed_runner_are_configuration_errors(lab: Lab, queue: Path) -> None:
     lab.configure(REPORTING, runner={"type": "mine"})
     refused = lab.do("dryrun")
     assert refused.returncode == 2
@@ -141,8 +141,8 @@ def test_what_a_runner_from_outside_refuses_is_a_mistake_in_the_yaml(lab: Lab, q
     assert "experiment.runner.mine: unknown key" in unused.stderr
 
 
-def test_a_way_to_reach_hosts_from_outside(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that is done on the host goes that way, and nothing of it by SSH."""
+def test_installed_connection_type(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All actions on the host use it, and none uses SSH."""
     group, entry = "flagscale.executors", "box = through:BoxOpener"
     site = install(lab, "through", group, entry, monkeypatch)
     (lab.root / "hosts").write_text("b1 slots=2 via=box\n", encoding="utf-8")
@@ -152,12 +152,12 @@ def test_a_way_to_reach_hosts_from_outside(lab: Lab, monkeypatch: pytest.MonkeyP
     assert started.returncode == 0, started.stdout + started.stderr
     assert lab.state().runner.handle == {"hosts": [{"via": "box"}]}
     assert "b1: hello from 1 in b1" in lab.do("logs").stdout.splitlines()
-    told = (site / "journal").read_text(encoding="utf-8").splitlines()
+    output = (site / "journal").read_text(encoding="utf-8").splitlines()
     assert lab.do("stop").returncode == 0
     assert lab.members() == []
     after = (site / "journal").read_text(encoding="utf-8").splitlines()
     assert set(after) == {"b1"}
-    assert len(after) > len(told) > 0
+    assert len(after) > len(output) > 0
 
 
 def test_a_way_to_reach_hosts_that_nothing_brings(lab: Lab) -> None:

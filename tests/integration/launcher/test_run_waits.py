@@ -1,4 +1,4 @@
-"""What ``action=run`` waits for, and what it makes of failures meanwhile."""
+"""Tests of the states that ``action=run`` waits for, and of failures in the meantime."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ time.sleep(600)
 """
 
 
-def test_a_failure_that_is_followed_by_another_attempt_is_waited_through(lab: Lab) -> None:
+def test_failure_before_another_attempt_does_not_end_the_wait(lab: Lab) -> None:
     lab.configure(STAGES, light=True, runner={"max_restarts": 1}, envs={"RAISE_0": "1"})
-    done = lab.do("run")
-    assert done.returncode == 0, done.stderr
+    result = lab.do("run")
+    assert result.returncode == 0, result.stderr
     failed = "localhost: rank 1 failed: ValueError: bad data in shard 7"
-    assert f"attempt 1 of 2 failed: {failed}" in done.stderr
-    assert "the job starts again" in done.stderr
-    assert "2 rank(s) joined" in done.stdout
+    assert f"attempt 1 of 2 failed: {failed}" in result.stderr
+    assert "the job starts again" in result.stderr
+    assert "2 rank(s) joined" in result.stdout
     assert len(lab.members()) > 2
 
 
@@ -58,19 +58,19 @@ def test_the_last_attempts_failure_is_the_verdict(lab: Lab) -> None:
     lab.configure(
         STAGES, light=True, runner={"max_restarts": 1}, envs={"RAISE_0": "1", "RAISE_1": "0"}
     )
-    done = lab.do("run")
-    assert done.returncode == 1
-    assert "attempt 1 of 2 failed: localhost: rank 1" in done.stderr
+    result = lab.do("run")
+    assert result.returncode == 1
+    assert "attempt 1 of 2 failed: localhost: rank 1" in result.stderr
     failed = "localhost: rank 0 failed: ValueError: bad data in shard 7"
-    assert f"run {lab.state().run_id} failed in attempt 2: {failed}" in done.stderr
+    assert f"run {lab.state().run_id} failed in attempt 2: {failed}" in result.stderr
     lab.gone()
 
 
 def test_nothing_is_waited_for(lab: Lab) -> None:
     lab.configure(STAGES, light=True, runner={"wait_for": "none"}, cmds={"before_start": "sleep 9"})
-    done = lab.do("run")
-    assert done.returncode == 0, done.stderr
-    assert "its scripts were started" in done.stdout
+    result = lab.do("run")
+    assert result.returncode == 0, result.stderr
+    assert "its scripts were started" in result.stdout
     assert not list(lab.state().hosts[0].run_dir.glob("status/rank_*"))
     assert lab.do("stop").returncode == 0
     assert lab.members() == []
@@ -80,20 +80,20 @@ def test_the_first_step_is_waited_for(lab: Lab) -> None:
     lab.configure(STAGES, light=True, runner={"wait_for": "step"})
     launcher = lab.start("run")
     assert launcher.stdout is not None
-    shown = until(lambda: "joined" in (line := launcher.stdout.readline()) and line)
-    assert "2 rank(s) joined in" in shown
-    assert "waiting for the first step" in shown
+    output = until(lambda: "joined" in (line := launcher.stdout.readline()) and line)
+    assert "2 rank(s) joined in" in output
+    assert "waiting for the first step" in output
     assert launcher.poll() is None
     (lab.root / "go").touch()
     assert "2 rank(s) joined and are past the first step" in launcher.communicate(timeout=90)[0]
     assert launcher.returncode == 0
 
 
-def test_ranks_that_joined_in_time_are_left_to_take_theirs(lab: Lab) -> None:
+def test_ranks_that_joined_in_time_are_not_stopped(lab: Lab) -> None:
     lab.configure(STAGES, light=True)
     assert lab.do("run").returncode == 0
-    seen = wait_until_started(lab.state(), HostRunner(), 0.1, "step")
-    assert "0.1 s later are still busy with the first step. The run goes on" in seen
+    message = wait_until_started(lab.state(), HostRunner(), 0.1, "step")
+    assert "0.1 s later are still busy with the first step. The run goes on" in message
     assert len(lab.members()) > 2
 
 
@@ -121,9 +121,11 @@ TINY = {
 
 
 @pytest.mark.torch
-def test_what_does_not_fit_after_joining_is_told(lab: Lab, tmp_path: Path) -> None:
-    """The training program itself: its ranks have met when it finds that it has nothing to load.
-    A preflight would have told it before."""
+def test_failure_after_joining_is_reported(lab: Lab, tmp_path: Path) -> None:
+    """The training program's ranks have joined when they find no checkpoint.
+
+    A preflight would have reported it before.
+    """
     lab.configure("", task={"entrypoint": None}, runner={"nproc_per_node": 1, "preflight": False})
     conf = lab.root / "conf" / "lab.yaml"
     config = yaml.safe_load(conf.read_text(encoding="utf-8"))
@@ -132,10 +134,10 @@ def test_what_does_not_fit_after_joining_is_told(lab: Lab, tmp_path: Path) -> No
     config["train"] = TINY | {"system": {**TINY["system"], "logging": {"tensorboard_dir": None}}}
     config["train"]["system"]["checkpoint"] |= {"load": str(none), "save": None}
     conf.write_text(yaml.safe_dump(config), encoding="utf-8")
-    done = lab.do("run", timeout=120)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "1 rank(s) joined" in done.stderr
-    assert "waiting for the model, the data and the checkpoint" in done.stderr
-    assert "rank 0 failed: CheckpointError" in done.stderr
-    assert f"{none} holds no checkpoint" in done.stderr
+    result = lab.do("run", timeout=120)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "1 rank(s) joined" in result.stderr
+    assert "waiting for the model, the data and the checkpoint" in result.stderr
+    assert "rank 0 failed: CheckpointError" in result.stderr
+    assert f"{none} holds no checkpoint" in result.stderr
     lab.gone()

@@ -1,4 +1,4 @@
-"""Runs are found, listed and ended, whatever has become of their directories."""
+"""Tests that runs are found, listed and ended even after changes to their directories."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ def flagscale(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def listed(root: Path, *argv: str) -> dict[str, dict[str, Any]]:
-    """What ``flagscale runs`` lists, by id."""
-    done = flagscale("runs", "--json", *argv, cwd=root)
-    assert done.returncode == 0, done.stderr
-    return {row["run_id"]: row for row in json.loads(done.stdout)}
+def list_runs(root: Path, *argv: str) -> dict[str, dict[str, Any]]:
+    """Return the output of ``flagscale runs`` by id."""
+    result = flagscale("runs", "--json", *argv, cwd=root)
+    assert result.returncode == 0, result.stderr
+    return {row["run_id"]: row for row in json.loads(result.stdout)}
 
 
 def start(lab: Lab, **experiment: Any) -> RunState:
     lab.configure(PROGRAM, light=True, **experiment)
-    done = lab.do("run")
-    assert done.returncode == 0, done.stderr
+    result = lab.do("run")
+    assert result.returncode == 0, result.stderr
     return lab.state()
 
 
 def ended(state: RunState) -> bool:
-    return not processes.members(state.run_id)
+    return not processes.find_run_processes(state.run_id)
 
 
 @pytest.mark.parametrize("by", ["id", "beginning", "directory", "configuration"])
@@ -80,10 +80,10 @@ def test_a_run_without_its_directory_is_ended(lab: Lab, by: str) -> None:
         "configuration": "conf/lab.yaml",
     }
     remove(lab.exp_dir)
-    assert processes.members(state.run_id)
-    done = flagscale("stop", texts[by], cwd=lab.root)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"run {state.run_id} of lab stopped in" in done.stdout
+    assert processes.find_run_processes(state.run_id)
+    result = flagscale("stop", texts[by], cwd=lab.root)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"run {state.run_id} of lab stopped in" in result.stdout
     assert ended(state)
     assert not lab.exp_dir.exists()
     again = flagscale("stop", texts[by], cwd=lab.root)
@@ -91,7 +91,7 @@ def test_a_run_without_its_directory_is_ended(lab: Lab, by: str) -> None:
     assert f"run {state.run_id} of lab has ended already (stopped)" in again.stdout
 
 
-def test_what_was_never_started_is_not_stopped(lab: Lab) -> None:
+def test_stop_of_a_run_that_was_never_started(lab: Lab) -> None:
     lab.configure(PROGRAM, light=True)
     by_config = flagscale("stop", "conf/lab.yaml", cwd=lab.root)
     assert by_config.returncode == 0
@@ -102,21 +102,21 @@ def test_what_was_never_started_is_not_stopped(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("preflight", [True, False])
-def test_nothing_starts_beside_a_run_whose_files_are_gone(lab: Lab, preflight: bool) -> None:
+def test_no_second_start_while_a_run_without_files_is_alive(lab: Lab, preflight: bool) -> None:
     state = start(lab, runner={"preflight": preflight})
     remove(lab.exp_dir)
-    done = lab.do("run")
-    assert done.returncode == 1
-    assert f"run {state.run_id} of lab is alive in {lab.exp_dir}" in done.stderr
-    assert len(processes.ranks(processes.members(state.run_id))) == 2
+    result = lab.do("run")
+    assert result.returncode == 1
+    assert f"run {state.run_id} of lab is alive in {lab.exp_dir}" in result.stderr
+    assert len(processes.find_ranks(processes.find_run_processes(state.run_id))) == 2
     assert lab.do("stop").returncode == 0
     assert lab.do("run").returncode == 0
     assert lab.state().run_id != state.run_id
     assert lab.do("stop").returncode == 0
 
 
-def test_a_relative_directory_is_found_from_another_one(lab: Lab, tmp_path: Path) -> None:
-    """``run`` says that there is a run elsewhere already, and ``stop`` ends that one."""
+def test_relative_directory_from_another_working_directory(lab: Lab, tmp_path: Path) -> None:
+    """``run`` reports a run elsewhere, and ``stop`` ends it."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     first = start(lab, exp_dir="exp")
@@ -126,9 +126,9 @@ def test_a_relative_directory_is_found_from_another_one(lab: Lab, tmp_path: Path
     assert second.returncode == 0, second.stderr
     note = f"note: run {first.run_id} of this configuration lives in {lab.exp_dir}"
     assert note in second.stderr
-    own = flagscale("stop", config, cwd=elsewhere)
-    assert own.returncode == 0
-    assert first.run_id not in own.stdout
+    result = flagscale("stop", config, cwd=elsewhere)
+    assert result.returncode == 0
+    assert first.run_id not in result.stdout
     assert not ended(first)
     third = tmp_path / "third"
     third.mkdir()
@@ -144,8 +144,8 @@ def test_a_relative_directory_is_found_from_another_one(lab: Lab, tmp_path: Path
 
 def test_runs_are_listed(lab: Lab) -> None:
     first = start(lab)
-    until(lambda: listed(lab.root)[first.run_id]["step"])
-    row = listed(lab.root)[first.run_id]
+    until(lambda: list_runs(lab.root)[first.run_id]["step"])
+    row = list_runs(lab.root)[first.run_id]
     assert (row["name"], row["state"], row["hosts"]) == ("lab", "running", ["localhost"])
     assert (row["exp_dir"], row["there"], row["failures"]) == (str(lab.exp_dir), True, [])
     assert row["step"].endswith("/10000")
@@ -160,10 +160,10 @@ def test_runs_are_listed(lab: Lab) -> None:
     shown = next(line for line in table.splitlines() if first.run_id in line)
     assert shown.split()[1:3] == ["lab", "running"]
     remove(lab.exp_dir)
-    row = listed(lab.root)[first.run_id]
+    row = list_runs(lab.root)[first.run_id]
     assert (row["state"], row["there"]) == ("running", False)
     assert flagscale("stop", first.run_id, cwd=lab.root).returncode == 0
-    assert listed(lab.root)[first.run_id]["state"] == "stopped"
+    assert list_runs(lab.root)[first.run_id]["state"] == "stopped"
     queried = json.loads(flagscale("query", first.run_id, "--json", cwd=lab.root).stdout)
     assert [queried["state"], *(host["state"] for host in queried["hosts"])] == ["stopped"] * 2
     assert f"{lab.exp_dir} (gone)" in flagscale("runs", cwd=lab.root).stdout.replace("\n", "")
@@ -174,41 +174,41 @@ def test_a_runs_attempts_are_listed_with_their_failures(lab: Lab, by: str) -> No
     lab.configure(FAILS, light=True, runner={"max_restarts": 1, "wait_for": "none"})
     assert lab.do("run").returncode == 0
     first = lab.state()
-    until(lambda: listed(lab.root)[first.run_id]["state"] == "failed")
+    until(lambda: list_runs(lab.root)[first.run_id]["state"] == "failed")
     argv = {"id": first.run_id, "directory": "./exp", "configuration": "conf/lab.yaml"}[by]
     for there in (True, False):
-        done = flagscale("runs", argv, cwd=lab.root)
-        assert done.returncode == 0
+        result = flagscale("runs", argv, cwd=lab.root)
+        assert result.returncode == 0
         for attempt in (1, 2):
-            assert f"{first.run_id} attempt {attempt}: localhost: rank 1 failed" in done.stdout
-            assert "ValueError: no such token" in done.stdout
+            assert f"{first.run_id} attempt {attempt}: localhost: rank 1 failed" in result.stdout
+            assert "ValueError: no such token" in result.stdout
         if there:
             remove(lab.exp_dir)
     assert flagscale("runs", "./nowhere", cwd=lab.root).returncode == 1
 
 
-def test_a_run_that_is_not_registered_is_found_by_its_processes(lab: Lab, registry: Path) -> None:
+def test_unregistered_run_is_found_by_its_processes(lab: Lab, registry: Path) -> None:
     state = start(lab)
     shutil.rmtree(registry)
     remove(lab.exp_dir)
-    row = listed(lab.root)[state.run_id]
+    row = list_runs(lab.root)[state.run_id]
     assert (row["state"], row["exp_dir"]) == ("running", str(lab.exp_dir))
     refused = lab.do("run")
     assert refused.returncode == 1
     assert f"run {state.run_id}" in refused.stderr
-    done = flagscale("stop", state.run_id, cwd=lab.root)
-    assert (done.returncode, done.stderr) == (0, "")
+    result = flagscale("stop", state.run_id, cwd=lab.root)
+    assert (result.returncode, result.stderr) == (0, "")
     assert ended(state)
-    assert state.run_id not in listed(lab.root)
+    assert state.run_id not in list_runs(lab.root)
 
 
 def test_a_registry_that_cannot_be_written_costs_a_note(lab: Lab, registry: Path) -> None:
     registry.parents[1].write_text("a file", encoding="utf-8")
     lab.configure(PROGRAM, light=True)
-    done = lab.do("run")
-    assert done.returncode == 0
+    result = lab.do("run")
+    assert result.returncode == 0
     state = lab.state()
-    assert f"note: run {state.run_id} is not registered: {registry.parents[0]}" in done.stderr
+    assert f"note: run {state.run_id} is not registered: {registry.parents[0]}" in result.stderr
     assert flagscale("stop", state.run_id, cwd=lab.root).returncode == 0
     assert ended(state)
 
@@ -223,6 +223,6 @@ def test_a_launcher_that_dies_leaves_a_run_to_stop(lab: Lab, registry: Path) -> 
     (path,) = registry.glob("*.json")
     run_id = path.stem
     remove(lab.exp_dir)
-    done = flagscale("stop", run_id, cwd=lab.root)
-    assert done.returncode == 0, done.stderr
-    assert not processes.members(run_id)
+    result = flagscale("stop", run_id, cwd=lab.root)
+    assert result.returncode == 0, result.stderr
+    assert not processes.find_run_processes(run_id)

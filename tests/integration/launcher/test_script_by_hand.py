@@ -1,4 +1,4 @@
-"""A host's script that people start themselves."""
+"""Tests of a host's script that is run by hand."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ pytestmark = pytest.mark.integration
 def test_the_script_runs_by_hand_again(bench: Bench) -> None:
     assert bench.run("raise SystemExit(6)") == 6
     script = bench.plans[-1].hosts[0].script
-    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
-    assert done.returncode == 6
-    assert str(bench.plans[-1].hosts[0].run_dir) in done.stdout
+    result = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False)
+    assert result.returncode == 6
+    assert str(bench.plans[-1].hosts[0].run_dir) in result.stdout
     assert bench.exit_record()["code"] == 6
 
 
 def files_below(directory: Path) -> dict[Path, tuple[int, bytes]]:
-    """Every file, with when it was written and what it holds."""
-    found = (path for path in directory.rglob("*") if path.is_file())
-    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in found}
+    """Return all files with their modification times and contents."""
+    paths = (path for path in directory.rglob("*") if path.is_file())
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
 
 
 BESIDE = Commands('touch "$MARKS/before"; echo ready; sleep "$BEFORE"', 'touch "$MARKS/after"')
@@ -53,21 +53,21 @@ def test_a_second_start_of_a_living_runs_script_changes_and_runs_nothing(
     (marks / "before").unlink()
     written = files_below(bench.root)
     script = str(state.hosts[0].script)
-    done = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stdout == ""
+    result = subprocess.run(["bash", script], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stdout == ""
     pid = agent.pid if agent is not None else state.hosts[0].pid
-    assert f"is alive already ({lives} {pid}); nothing was changed" in done.stderr
+    assert f"is alive already ({lives} {pid}); nothing was changed" in result.stderr
     assert files_below(bench.root) == written
-    assert processes.members(state.run_id)
+    assert processes.find_run_processes(state.run_id)
     bench.runner.stop(state)
-    assert processes.members(state.run_id) == []
+    assert processes.find_run_processes(state.run_id) == []
     # It was the first start's own end that ran after_stop; from now on the script starts again.
     assert (marks / "after").exists()
     again = subprocess.Popen(["bash", script], stdout=subprocess.PIPE, text=True)
     assert again.stdout is not None
     until(lambda: "ready" in again.stdout.readline())
-    processes.sweep(state.run_id, 10)
+    processes.kill_run_processes(state.run_id, 10)
     again.communicate(timeout=90)
 
 
@@ -86,7 +86,7 @@ def test_of_two_starts_by_hand_at_once_one_is_refused(bench: Bench) -> None:
             script.terminate()
         script.communicate(timeout=90)
     assert sorted(script.returncode for script in scripts) == [1] * 7 + [143]
-    assert processes.members(planned.run_id) == []
+    assert processes.find_run_processes(planned.run_id) == []
 
 
 def test_ctrl_c_in_a_terminal_stops_a_script_run_by_hand(bench: Bench) -> None:
@@ -100,6 +100,6 @@ def test_ctrl_c_in_a_terminal_stops_a_script_run_by_hand(bench: Bench) -> None:
     )
     assert script.stdout is not None
     until(lambda: "ready" in script.stdout.readline())
-    os.killpg(script.pid, signal.SIGINT)  # what a terminal does
+    os.killpg(script.pid, signal.SIGINT)  # as a terminal does
     assert script.wait(20) == 130
-    assert processes.members(planned.run_id) == []
+    assert processes.find_run_processes(planned.run_id) == []

@@ -1,4 +1,4 @@
-"""What becomes of runs on a real Slurm when something there goes wrong."""
+"""Tests of faults during runs on a real Slurm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.full_disk import fill
+from support.full_disk import fill_disk
 from support.launch_lab import until
 from support.slurm_lab import Cluster, SlurmLab, slurm_lab
 
@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
 @pytest.fixture
 def lab(slurm_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[SlurmLab]:
-    with slurm_lab(slurm_cluster, request.node.name) as made:
-        yield made
+    with slurm_lab(slurm_cluster, request.node.name) as new_lab:
+        yield new_lab
 
 
 def test_a_controller_that_does_not_answer_is_no_end(lab: SlurmLab) -> None:
@@ -33,13 +33,16 @@ def test_a_controller_that_does_not_answer_is_no_end(lab: SlurmLab) -> None:
     assert lab.do("run").returncode == 0
     with slurm.without_controller():
         # Slurm's own commands take seconds to give up.
-        asked, stopped = lab.start("query"), lab.start("stop")
-        for launcher, said in ((asked, "answer: "), (stopped, "may live: Slurm does not answer")):
+        query, stopped = lab.start("query"), lab.start("stop")
+        for launcher, message in (
+            (query, "answer: "),
+            (stopped, "may live: Slurm does not answer"),
+        ):
             out, _ = launcher.communicate(timeout=60)
-            assert (launcher.returncode, said in out) == (3, True), out
+            assert (launcher.returncode, message in out) == (3, True), out
         assert len(lab.processes()) > 0
     lab.until_state("running")
-    # Nor is a node whose slurmd was killed: nobody notices before it is taken for down.
+    # A node whose slurmd was killed is only noticed once Slurm reports it as down.
     with slurm.without_daemon("h01"):
         assert lab.query()["state"] == "running"
         assert lab.do("stop").returncode == 0
@@ -48,31 +51,31 @@ def test_a_controller_that_does_not_answer_is_no_end(lab: SlurmLab) -> None:
 
 def test_a_directory_that_nodes_do_not_share(lab: SlurmLab, tmp_path: Path) -> None:
     lab.slurm()
-    # Of /tmp every node has its own.
+    # Every node has its own /tmp.
     exp_dir = Path(f"/tmp/{tmp_path.name}-{os.getpid()}")
-    done = lab.do("run", f"experiment.exp_dir={exp_dir}")
+    result = lab.do("run", f"experiment.exp_dir={exp_dir}")
     shutil.rmtree(exp_dir)
-    assert done.returncode == 1
-    assert "ended as FAILED" in done.stderr
-    assert "which nodes have to share with this machine" in done.stderr
+    assert result.returncode == 1
+    assert "ended as FAILED" in result.stderr
+    assert "which nodes have to share with this machine" in result.stderr
 
 
-def test_a_full_disk_keeps_no_job_alive(lab: SlurmLab) -> None:
-    """Neither one that is to start there, nor one that is to be stopped."""
+def test_jobs_end_on_a_full_disk(lab: SlurmLab) -> None:
+    """Neither a job that is starting, nor one that is being stopped, stays alive."""
     lab.slurm()
     assert lab.do("run").returncode == 0
-    filler = fill(lab.cluster.shared)
+    filler = fill_disk(lab.cluster.shared)
     try:
         refused = lab.do("run", f"experiment.exp_dir={lab.root}/other")
         assert (refused.returncode, "MiB free" in refused.stderr) == (2, True), refused.stderr
         stopped = lab.do("stop")
-        # The agents give up a file of theirs, which may make room for what is to be recorded.
-        told = "stopped in" in stopped.stdout or "could not be recorded" in stopped.stderr
-        assert told, stopped.stdout + stopped.stderr
+        # The agents remove one of their files to make room for the record of the end.
+        output = "stopped in" in stopped.stdout or "could not be recorded" in stopped.stderr
+        assert output, stopped.stdout + stopped.stderr
         lab.cluster.slurm.wait_empty()
         assert lab.processes() == []
         assert lab.query()["state"] == "stopped"
-        # Nor does one that nobody has looked at before hold its nodes.
+        # A job that was never queried does not keep its nodes either.
         assert lab.do("run", "experiment.runner.preflight=false").returncode == 1
         lab.cluster.slurm.wait_empty()
     finally:
@@ -92,7 +95,7 @@ def test_of_two_launchers_at_once_one_submits(lab: SlurmLab) -> None:
     assert lab.query()["state"] == "running"
 
 
-def test_a_lost_node_ends_the_job_on_the_others(lab: SlurmLab) -> None:
+def test_lost_node_ends_the_job_on_the_others(lab: SlurmLab) -> None:
     lab.slurm(runner={"lost_host_timeout": 1, "stop_grace": 0})
     assert lab.do("run").returncode == 0
     # All that Slurm and the run have there: as after a crash, from which slurmd comes back at once.
@@ -101,13 +104,13 @@ def test_a_lost_node_ends_the_job_on_the_others(lab: SlurmLab) -> None:
             os.kill(process.pid, signal.SIGKILL)
     now = lab.until_state("failed", 60)
     assert now["failure"]["host"] == "h01"
-    # Nor does the job hold its nodes, though Slurm takes the one that was lost for well.
+    # The job does not keep its nodes, although Slurm considers the lost one healthy.
     lab.cluster.slurm.wait_empty(60)
     assert lab.processes() == []
 
 
-def test_what_slurm_has_lost_hold_of_saves_and_ends(lab: SlurmLab) -> None:
-    """Slurm's own daemon of the step is killed on a node, and nothing of the run."""
+def test_untracked_processes_save_and_end(lab: SlurmLab) -> None:
+    """Slurm's own daemon of the step is killed on a node, and no process of the run."""
     lab.slurm(runner={"lost_host_timeout": 3, "stop_grace": 2})
     assert lab.do("run").returncode == 0
     lab.until_state("running")
@@ -119,7 +122,7 @@ def test_what_slurm_has_lost_hold_of_saves_and_ends(lab: SlurmLab) -> None:
     assert lab.processes() == []
 
 
-def test_a_node_that_slurm_takes_for_down_is_what_a_run_fails_by(lab: SlurmLab) -> None:
+def test_node_reported_as_down_is_the_failure(lab: SlurmLab) -> None:
     lab.slurm(runner={"stop_grace": 0})
     launcher = lab.start("test")
     until(lambda: lab.layout.state.exists() and lab.query()["joined"] == 2)
@@ -133,8 +136,8 @@ def test_a_node_that_slurm_takes_for_down_is_what_a_run_fails_by(lab: SlurmLab) 
     assert lab.processes() == []
 
 
-def test_a_run_whose_first_node_is_lost_goes_on_as_the_same(lab: SlurmLab) -> None:
-    """Its batch script, the coordinator of its agents and rank 0 are all gone with it."""
+def test_run_continues_after_the_loss_of_its_first_node(lab: SlurmLab) -> None:
+    """Its batch script, the agents' coordinator and rank 0 are lost with it."""
     slurm = lab.cluster.slurm
     lab.slurm(requeue=1)
     assert lab.do("run").returncode == 0
@@ -144,7 +147,7 @@ def test_a_run_whose_first_node_is_lost_goes_on_as_the_same(lab: SlurmLab) -> No
         until(lambda: lab.processes() == [])
     lab.until_state("running", 60)
     assert lab.state().run_id == run_id
-    # It is a later attempt to its ranks, which go on from what they have saved themselves.
+    # For its ranks it is a later attempt, which continues from their own checkpoints.
     ranks = ("h00: rank 0 attempt", "h01: rank 1 attempt")
 
     def started_again() -> str | None:
@@ -156,13 +159,13 @@ def test_a_run_whose_first_node_is_lost_goes_on_as_the_same(lab: SlurmLab) -> No
         assert -1 < output.find(f"{rank} 0") < output.find(f"{rank} 1"), output
     # It was started as often as it may be.
     slurm.run("scontrol", "requeue", lab.job)
-    told = "was started by Slurm more often than slurm.requeue allows"
-    until(lambda: told in str(lab.query()["warnings"]))
+    reason = "was started by Slurm more often than slurm.requeue allows"
+    until(lambda: reason in str(lab.query()["warnings"]))
     assert lab.processes() == []
 
 
-def test_ctrl_c_before_sbatch_has_answered(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By then the job may have been taken."""
+def test_ctrl_c_before_sbatch_has_returned(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm may have accepted the job already."""
     sbatch = shutil.which("sbatch")
     programs = lab.root / "programs"
     programs.mkdir()
@@ -176,12 +179,12 @@ def test_ctrl_c_before_sbatch_has_answered(lab: SlurmLab, monkeypatch: pytest.Mo
     os.killpg(launcher.pid, signal.SIGINT)
     out, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + signal.SIGINT, out
-    assert "Slurm was asked for its job already" in out
+    assert "its job was submitted already" in out
     lab.cluster.slurm.wait_empty()
     assert lab.processes() == []
 
 
-def test_a_suspended_job_is_told_of_and_stopped(lab: SlurmLab) -> None:
+def test_suspended_job_is_reported_and_stopped(lab: SlurmLab) -> None:
     slurm = lab.cluster.slurm
     lab.slurm()
     assert lab.do("run").returncode == 0
@@ -193,8 +196,8 @@ def test_a_suspended_job_is_told_of_and_stopped(lab: SlurmLab) -> None:
     assert lab.query()["state"] == "stopped"
 
 
-def test_a_job_that_is_cancelled_while_it_waits(lab: SlurmLab) -> None:
-    """Whoever waits for it ends as a run that was stopped."""
+def test_job_cancelled_while_pending(lab: SlurmLab) -> None:
+    """A launcher that waits for it ends as after a stop."""
     lab.slurm(extra={"hold": True})
     lab.submit()
     lab.cluster.slurm.run("scancel", lab.job)
@@ -204,6 +207,6 @@ def test_a_job_that_is_cancelled_while_it_waits(lab: SlurmLab) -> None:
             runner.await_hosts(lab.state())
         return {"message": error.value.message, "code": error.value.exit_code}
 
-    told = lab.cluster.user.do(wait)
-    assert f"has not started: job {lab.job} was cancelled" in told["message"]
-    assert told["code"] == 128 + signal.SIGTERM
+    result = lab.cluster.user.do(wait)
+    assert f"has not started: job {lab.job} was cancelled" in result["message"]
+    assert result["code"] == 128 + signal.SIGTERM

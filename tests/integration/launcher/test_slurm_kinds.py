@@ -1,4 +1,4 @@
-"""Runs on a Slurm of another kind: it finds processes by their groups, and its nodes have GPUs."""
+"""Tests on a Slurm that tracks processes by group, and whose nodes have GPUs."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 @pytest.fixture(scope="module")
 def slurm_cluster() -> Iterator[Cluster]:
     settings = {"ProctrackType": "proctrack/pgid", "KillWait": "1"}
-    with needed_cluster(settings=settings, gpus=("A", "B")) as made:
-        yield made
+    with needed_cluster(settings=settings, gpus=("A", "B")) as cluster:
+        yield cluster
 
 
 @pytest.fixture
 def lab(slurm_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[SlurmLab]:
-    with slurm_lab(slurm_cluster, request.node.name) as made:
-        yield made
+    with slurm_lab(slurm_cluster, request.node.name) as new_lab:
+        yield new_lab
 
 
 def command(words: str) -> tuple[str, str]:
-    given = f"experiment.task.command=[bash, -c, {json.dumps(words)}]"
-    return ("experiment.task.type=command", given)
+    override = f"experiment.task.command=[bash, -c, {json.dumps(words)}]"
+    return ("experiment.task.type=command", override)
 
 
 # In time nothing of it ends by itself.
 STAYS = command("trap '' TERM; setsid sleep 599 & while :; do sleep 1; done")
 
 
-def strays(lab: SlurmLab) -> set[str]:
-    """The hosts on which what has left its group lives."""
+def hosts_with_leftovers(lab: SlurmLab) -> set[str]:
+    """Return the hosts on which processes that left their group are alive."""
     hosts = lab.cluster.slurm.bed.hosts
     return {host.name for host in hosts for p in host.processes() if p.argv[-1:] == ("599",)}
 
 
-def test_what_leaves_its_group_outlives_no_cancel(lab: SlurmLab) -> None:
+def test_processes_that_leave_their_group_do_not_outlive_a_cancel(lab: SlurmLab) -> None:
     lab.slurm()
     (row,) = (check for check in lab.checks() if check.name == "proctrack")
-    assert (row.ok, row.warning, "outlives scancel" in row.found) == (True, True, True)
+    assert (row.ok, row.warning, "survive scancel" in row.found) == (True, True, True)
     lab.submit(*STAYS)
-    until(lambda: strays(lab) == {"h00", "h01"})
+    until(lambda: hosts_with_leftovers(lab) == {"h00", "h01"})
     lab.cluster.slurm.run("scancel", lab.job)
-    until(lambda: not strays(lab) and lab.processes() == [], 20)
+    until(lambda: not hosts_with_leftovers(lab) and lab.processes() == [], 20)
     output = lab.state().hosts[1].output
-    until(lambda: "h01: ended what Slurm has left: " in output.read_text())
+    until(lambda: "h01: ended processes that Slurm left alive: " in output.read_text())
     assert lab.until_warned() == f"job {lab.job} was cancelled"
     assert lab.query()["state"] == "stopped"
 
 
 @pytest.mark.parametrize(
-    ("section", "said"),
+    ("section", "expected"),
     [
         pytest.param(
             {"gpus_per_node": "2"},
@@ -77,36 +77,38 @@ def test_what_leaves_its_group_outlives_no_cancel(lab: SlurmLab) -> None:
         ),
     ],
 )
-def test_gpus(lab: SlurmLab, section: dict[str, Any], said: set[str]) -> None:
-    """Each rank of a command, of which a node has one, sees those that its node was given."""
+def test_gpus(lab: SlurmLab, section: dict[str, Any], expected: set[str]) -> None:
+    """Each rank of a command, one per node, sees the GPUs that its node was allocated."""
     lab.slurm(runner={"nproc_per_node": None}, **section)
-    done = lab.do("test", *command("echo $RANK of $WORLD_SIZE has $CUDA_VISIBLE_DEVICES"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert said <= set(done.stdout.splitlines())
+    result = lab.do("test", *command("echo $RANK of $WORLD_SIZE has $CUDA_VISIBLE_DEVICES"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert expected <= set(result.stdout.splitlines())
 
 
 FREEZER = Path("/sys/fs/cgroup/freezer")
 
 
 @pytest.fixture
-def kernels_groups() -> Iterator[None]:
-    """Control groups of version 1, without what the test has left of them."""
+def control_groups_v1() -> Iterator[None]:
+    """Control groups of version 1, removed after the test."""
     if "freezer" not in Path("/proc/cgroups").read_text():
         pytest.skip("this kernel has no freezer of version 1")
     yield
-    left = [path for name in ("slurm_h00", "slurm_h01") for path in FREEZER.glob(f"{name}/**/")]
-    for path in sorted(left, reverse=True):
+    remaining = [
+        path for name in ("slurm_h00", "slurm_h01") for path in FREEZER.glob(f"{name}/**/")
+    ]
+    for path in sorted(remaining, reverse=True):
         path.rmdir()
 
 
-def test_the_kernels_groups_leave_nothing(kernels_groups: None) -> None:
+def test_the_kernels_groups_leave_nothing(control_groups_v1: None) -> None:
     settings = {"ProctrackType": "proctrack/cgroup", "KillWait": "1"}
-    with needed_cluster(settings=settings) as made, slurm_lab(made, "groups") as lab:
+    with needed_cluster(settings=settings) as cluster, slurm_lab(cluster, "groups") as lab:
         lab.slurm()
         assert "proctrack" not in {check.name for check in lab.checks()}
         lab.submit(*STAYS)
-        until(lambda: strays(lab) == {"h00", "h01"})
+        until(lambda: hosts_with_leftovers(lab) == {"h00", "h01"})
         lab.cluster.slurm.run("scancel", lab.job)
-        until(lambda: not strays(lab) and lab.processes() == [], 20)
+        until(lambda: not hosts_with_leftovers(lab) and lab.processes() == [], 20)
         assert lab.until_warned() == f"job {lab.job} was cancelled"
         assert lab.query()["state"] == "stopped"

@@ -1,4 +1,4 @@
-"""Runs as jobs of a real Slurm, by an ordinary user."""
+"""Tests of runs as jobs of a real Slurm, by an ordinary user."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def lab(slurm_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[SlurmLab]:
-    with slurm_lab(slurm_cluster, request.node.name) as made:
-        yield made
+    with slurm_lab(slurm_cluster, request.node.name) as new_lab:
+        yield new_lab
 
 
-def says(launcher: subprocess.Popen[str], text: str) -> None:
+def wait_for_line(launcher: subprocess.Popen[str], text: str) -> None:
     """Wait until a launcher prints a line with this text."""
     assert launcher.stdout is not None
     until(lambda: text in str(launcher.stdout and launcher.stdout.readline()))
@@ -38,7 +38,7 @@ def says(launcher: subprocess.Popen[str], text: str) -> None:
 def test_every_verb(lab: SlurmLab) -> None:
     lab.envs = {"API_TOKEN": "s3cr3t"}
     lab.slurm(time="10:00", extra={"comment": "it's $HOME"})
-    shown = json.loads(lab.do("dryrun", "json=true").stdout)
+    result = json.loads(lab.do("dryrun", "json=true").stdout)
     checked = json.loads(lab.do("check", "json=true").stdout)
     assert {"python", "exp_dir", "partition", "job"} <= {
         row["name"] for row in checked if row["ok"]
@@ -48,15 +48,15 @@ def test_every_verb(lab: SlurmLab) -> None:
     assert "2 rank(s) joined" in started.stdout
     state = lab.state()
     assert [host.name for host in state.hosts] == ["h00", "h01"]
-    # What was shown is what was submitted, but for the run's id.
+    # The shown plan is the submitted one, except for the run id.
     script = lab.layout.scripts / "slurm_job.sh"
-    assert script.read_text() == shown["job"]["script"].replace(shown["run_id"], state.run_id)
+    assert script.read_text() == result["job"]["script"].replace(result["run_id"], state.run_id)
 
-    told = lab.cluster.slurm.run("scontrol", "show", "job", lab.job)
-    assert "Comment=it's $HOME" in told
+    job_record = lab.cluster.slurm.run("scontrol", "show", "job", lab.job)
+    assert "Comment=it's $HOME" in job_record
     lines = [" ".join(p.argv) for host in lab.cluster.slurm.bed.hosts for p in host.processes()]
     batch = lab.cluster.slurm.run("scontrol", "write", "batch_script", lab.job, "-")
-    for text in (told, batch, *lines):
+    for text in (job_record, batch, *lines):
         assert "s3cr3t" not in text
     # A launcher that was killed at the wrong moment has not written down the job's id.
     lab.cluster.user.do(lab.forget_job)
@@ -76,18 +76,20 @@ def test_every_verb(lab: SlurmLab) -> None:
     assert list(lab.layout.logs.glob("slurm/*/secrets*")) == []
 
 
-def test_a_job_that_waits_is_told_of_started_and_stopped(lab: SlurmLab) -> None:
+def test_pending_job_is_reported_started_and_stopped(lab: SlurmLab) -> None:
     slurm = lab.cluster.slurm
     lab.slurm()
     with slurm.allocation(nodes=2, tasks=2):
         waiting = lab.start("run")
         until(lambda: lab.layout.state.exists() and "job" in lab.state().runner.handle)
-        # Nobody knows when: what holds the nodes has no time limit.
-        told = lab.until_waiting("(Resources: ")
-        assert told.endswith("(Resources: it is the next one, and waits for nodes to get free)")
+        # The start is unknown: the job that holds the nodes has no time limit.
+        reason = lab.until_waiting("(Resources: ")
+        assert reason.endswith(
+            "(Resources: it is the next one, and waits for nodes to become free)"
+        )
         assert "is pending (Resources" in lab.do("query").stdout
         assert lab.do("run").returncode == 1
-        says(waiting, "is pending (Resources")
+        wait_for_line(waiting, "is pending (Resources")
     # Now there are nodes.
     out, _ = waiting.communicate(timeout=60)
     assert waiting.returncode == 0, out
@@ -102,52 +104,52 @@ def test_a_job_that_waits_is_told_of_started_and_stopped(lab: SlurmLab) -> None:
         assert lab.job not in slurm.jobs()
         # Ctrl-C while a launcher waits.
         waiting = lab.start("test")
-        says(waiting, "is pending")
+        wait_for_line(waiting, "is pending")
         waiting.send_signal(signal.SIGINT)
         assert waiting.wait(timeout=60) == 128 + signal.SIGINT
         assert lab.job not in slurm.jobs()
 
 
-def test_the_first_failure_and_its_code(lab: SlurmLab) -> None:
-    """Of a run that is started from within a job of Slurm's."""
+def test_first_failure_and_exit_code(lab: SlurmLab) -> None:
+    """The run is started from within a Slurm job."""
     lab.envs = {"FAIL": "7"}
     lab.slurm(exclusive=False)
     with lab.cluster.slurm.allocation(nodes=1, tasks=1, where="h00") as job:
         under = ("srun", f"--jobid={job}", "--export=ALL", f"--chdir={lab.root}")
-        done = lab.do("test", under=under)
-    assert done.returncode == 7, done.stdout + done.stderr
-    assert "first failure: h01: the job ended with exit code 7" in done.stderr
-    assert "h01: rank 1 attempt 0" in done.stdout.splitlines()
+        result = lab.do("test", under=under)
+    assert result.returncode == 7, result.stdout + result.stderr
+    assert "first failure: h01: the job ended with exit code 7" in result.stderr
+    assert "h01: rank 1 attempt 0" in result.stdout.splitlines()
     now = lab.query()
     assert (now["state"], now["failure"]["host"], now["exit_code"]) == ("failed", "h01", 7)
 
 
-def test_a_command_on_nodes(lab: SlurmLab) -> None:
-    """Its ranks are numbered through the nodes, and told to save as those of training are."""
+def test_command_on_nodes(lab: SlurmLab) -> None:
+    """Its ranks are numbered across the nodes, and signalled to save like those of training."""
     lab.slurm(runner={"nproc_per_node": 2})
     words = "trap 'echo saved $RANK; exit 0' TERM; echo $RANK of $WORLD_SIZE; "
     words += "while :; do sleep 0.1; done"
     command = f"experiment.task.command=[bash, -c, {json.dumps(words)}]"
     more = ("experiment.task.type=command", command, "experiment.runner.wait_for=none")
-    done = lab.do("run", *more)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = lab.do("run", *more)
+    assert result.returncode == 0, result.stdout + result.stderr
     until(lambda: len(lab.do("logs").stdout.splitlines()) >= 6)
     assert lab.do("stop").returncode == 0
-    said = {f"h0{rank // 2}:{rank}: saved {rank}" for rank in range(4)}
-    assert {*said, "h01:3: 3 of 4"} <= set(lab.do("logs").stdout.splitlines())
+    expected = {f"h0{rank // 2}:{rank}: saved {rank}" for rank in range(4)}
+    assert {*expected, "h01:3: 3 of 4"} <= set(lab.do("logs").stdout.splitlines())
     assert lab.processes() == []
-    # Several at a time, each a job of its own.
+    # Several commands at a time, each in its own job.
     words = ("-m", "--jobs", "2", "json=true", "experiment.task.type=command")
-    done = lab.do(
+    result = lab.do(
         "run", *words, "experiment.task.command=date", "experiment.runner.slurm.nodes=1,2"
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [row["state"] for row in json.loads(done.stdout)] == ["completed", "completed"]
-    assert done.stderr.count("submitted job") == 2
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [row["state"] for row in json.loads(result.stdout)] == ["completed", "completed"]
+    assert result.stderr.count("submitted job") == 2
 
 
-# Takes what Apptainer would, and leaves the program where it is: the real one is in no package of
-# the systems that these tests run on.
+# Accepts Apptainer's arguments and runs the program outside of any container: the systems of these
+# tests have no package of the real one.
 APPTAINER = """\
 #!/bin/bash
 [[ $1 == exec ]] && shift || exit 255
@@ -170,11 +172,11 @@ def test_nodes_run_in_a_container(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
     lab.slurm(container={"image": str(program), "runtime": "apptainer"})
     words = 'echo "$APPTAINER_CONTAINER $(ps -o args= $PPID | cut -c 1-7)"'
     command = f"experiment.task.command=[bash, -c, {json.dumps(words)}]"
-    done = lab.do("test", "experiment.task.type=command", command)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = lab.do("test", "experiment.task.type=command", command)
+    assert result.returncode == 0, result.stdout + result.stderr
     # Its ranks, and what starts them: the image's Python.
-    assert f"h01:1: {program} python3" in done.stdout.splitlines()
-    # Ended by the pid of what is in it.
+    assert f"h01:1: {program} python3" in result.stdout.splitlines()
+    # Ended by the pid of the process in the container.
     assert lab.do("run").returncode == 0
     assert lab.do("stop").returncode == 0
     assert {"h00: saved 0", "h01: saved 1"} <= set(lab.do("logs").stdout.splitlines())
@@ -187,7 +189,7 @@ def test_nodes_run_in_a_container(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
 
 
 def image(directory: Path) -> Path:
-    """An image that has nothing of its own but a file; programs are the machine's /usr."""
+    """An image that contains one file only; programs come from the machine's /usr."""
     for name in ("usr", "proc", "sys", "dev", "tmp", "var/tmp", "etc", "root", "home"):
         (directory / name).mkdir(parents=True)
     for name in ("bin", "sbin", "lib", "lib64"):
@@ -198,10 +200,10 @@ def image(directory: Path) -> Path:
     return directory
 
 
-def test_nodes_run_in_a_container_of_apptainers(
+def test_nodes_run_in_an_apptainer_container(
     lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the real one, by a user who is none there, in directories with hostile names."""
+    """Uses the real Apptainer, a user unknown in the image, and directories with hostile names."""
     apptainer = shutil.which("apptainer")
     if apptainer is None:
         pytest.skip("no apptainer on this machine, nor in Debian 12's packages")
@@ -214,9 +216,9 @@ def test_nodes_run_in_a_container_of_apptainers(
     monkeypatch.setenv("HOME", str(lab.root))
     lab.slurm(container=container, runner={"python": f"{sys.base_prefix}/bin/python3"})
     command = "experiment.task.command=[bash, -c, 'cat /only-here; pwd']"
-    done = lab.do("test", "experiment.task.type=command", command)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = set(done.stdout.splitlines())
+    result = lab.do("test", "experiment.task.type=command", command)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = set(result.stdout.splitlines())
     assert {"h00:0: in the image", "h01:1: in the image", f"h01:1: {lab.root}"} <= lines
     assert lab.do("run").returncode == 0
     (row,) = (check for check in lab.checks() if check.name == "container")
@@ -230,7 +232,7 @@ def test_nodes_run_in_a_container_of_apptainers(
 def test_ctrl_c_in_the_foreground_saves_and_ends_the_job(lab: SlurmLab) -> None:
     lab.slurm()
     launcher = lab.start("test")
-    says(launcher, "attempt 0")
+    wait_for_line(launcher, "attempt 0")
     until(lambda: lab.query()["joined"] == 2)
     launcher.send_signal(signal.SIGINT)
     out, _ = launcher.communicate(timeout=60)
@@ -240,9 +242,7 @@ def test_ctrl_c_in_the_foreground_saves_and_ends_the_job(lab: SlurmLab) -> None:
     assert lab.query()["state"] == "stopped"
 
 
-def test_what_slurm_has_ended_is_told_long_after(
-    lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_end_by_slurm_is_reported_later(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = lab.cluster.slurm
     lab.slurm()
     assert lab.do("run").returncode == 0
@@ -255,42 +255,42 @@ def test_what_slurm_has_ended_is_told_long_after(
         lab.submit()
         slurm.run("scancel", lab.job)
         assert f"job {lab.job} was cancelled" in lab.until_warned()
-    # Nobody is asked any more.
+    # Slurm is not queried any more.
     monkeypatch.setenv("SLURM_CONF", "/nonexistent")
     assert lab.query()["state"] == "stopped"
 
 
-def test_the_order_of_a_hostfile(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a run that is driven from Python."""
+def test_order_of_a_hostfile(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is started from Python."""
     (lab.root / "hosts").write_text("h01 slots=1 type=A\nh00 slots=2 type=B\n")
-    # Each type is a component of its own, in the order of the plan.
+    # Each type is one component, in the order of the plan.
     kinds = {"B": {"mem": "10"}}
     lab.slurm(runner={"hostfile": "hosts", "nproc_per_node": 2}, device_type_specific=kinds)
 
     def drive() -> dict[str, Any]:
         os.chdir(lab.root)
         run = flagscale.launch(lab.root / "conf" / "lab.yaml")
-        # However often somebody looks Slurm is asked seldom.
-        monkeypatch.setattr(scheduler, "look", Mock(wraps=scheduler.look))
+        # Slurm is queried rarely, regardless of the number of status queries.
+        monkeypatch.setattr(scheduler, "query_job", Mock(wraps=scheduler.query_job))
         phases = {run.status().phase for _ in range(50)}
-        lines, looks = run.logs(), scheduler.look.call_count  # type: ignore[attr-defined]
+        lines, looks = run.logs(), scheduler.query_job.call_count  # type: ignore[attr-defined]
         run.stop()
         return {"phases": [*phases, run.wait().phase], "lines": lines, "looks": looks}
 
-    told = lab.cluster.user.do(drive)
-    assert (told["phases"], told["looks"] <= 1) == (["running", "stopped"], True)
+    result = lab.cluster.user.do(drive)
+    assert (result["phases"], result["looks"] <= 1) == (["running", "stopped"], True)
     assert [host.name for host in lab.state().hosts] == ["h01", "h00"]
-    assert {"h01: rank 0 attempt 0", "h00: rank 2 attempt 0"} <= set(told["lines"])
+    assert {"h01: rank 0 attempt 0", "h00: rank 2 attempt 0"} <= set(result["lines"])
 
 
-def test_unlike_nodes_in_one_heterogeneous_job(lab: SlurmLab) -> None:
+def test_heterogeneous_job(lab: SlurmLab) -> None:
     kinds = {"A": {"nodes": 1, "partition": "all"}, "B": {"nodes": 1, "partition": "short"}}
     lab.slurm(time="5:00", device_type_specific=kinds)
     assert [check.found for check in lab.checks() if not check.ok] == []
     assert lab.do("run").returncode == 0
-    shown = lab.cluster.slurm.run("squeue", "--noheader", "--format=%i %P %N", "--sort=i")
+    components = lab.cluster.slurm.run("squeue", "--noheader", "--format=%i %P %N", "--sort=i")
     job, nodes = lab.job, [host.name for host in lab.state().hosts]
-    assert shown.split("\n")[:2] == [f"{job}+0 all {nodes[0]}", f"{job}+1 short {nodes[1]}"]
+    assert components.split("\n")[:2] == [f"{job}+0 all {nodes[0]}", f"{job}+1 short {nodes[1]}"]
     lines = set(lab.do("logs").stdout.splitlines())
     assert {f"{nodes[0]}: rank 0 attempt 0", f"{nodes[1]}: rank 1 attempt 0"} <= lines
     assert lab.query()["state"] == "running"
@@ -301,25 +301,25 @@ def test_unlike_nodes_in_one_heterogeneous_job(lab: SlurmLab) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "said"),
+    ("section", "expected"),
     [
-        pytest.param({"nodes": 3}, "the job would wait for ever: all has 2 node(s), 3", id="nodes"),
-        pytest.param({"cpus_per_task": 64}, "nodes of 4 CPUs at most, 64 are asked", id="cpus"),
-        pytest.param({"partition": "short", "time": "20"}, "short gives 10:00 at most", id="time"),
+        pytest.param({"nodes": 3}, "the job would wait forever: all has 2 node(s), 3", id="nodes"),
+        pytest.param({"cpus_per_task": 64}, "nodes of 4 CPUs at most, 64 are requested", id="cpus"),
+        pytest.param({"partition": "short", "time": "20"}, "short allows 10:00 at most", id="time"),
         pytest.param({"partition": "closed"}, "closed is down", id="down"),
         pytest.param({"partition": "no"}, "there is no partition no; it has all", id="partition"),
-        pytest.param({"constraint": "x"}, "Slurm refuses it: ", id="feature"),
-        pytest.param({"gpus_per_node": "2"}, "Slurm refuses it: ", id="gpus"),
+        pytest.param({"constraint": "x"}, "Slurm rejects it: ", id="feature"),
+        pytest.param({"gpus_per_node": "2"}, "Slurm rejects it: ", id="gpus"),
         pytest.param({"extra": {"frobnicate": "1"}}, "unrecognized option", id="option"),
     ],
 )
-def test_what_would_wait_for_ever_is_refused(
-    lab: SlurmLab, section: dict[str, Any], said: str
+def test_jobs_that_would_wait_forever_are_rejected(
+    lab: SlurmLab, section: dict[str, Any], expected: str
 ) -> None:
     lab.slurm(**section)
     checks = {check.name: check for check in lab.checks()}
-    found = [check.found for check in checks.values() if not check.ok]
-    assert said in " ".join(found)
+    problems = [check.found for check in checks.values() if not check.ok]
+    assert expected in " ".join(problems)
 
 
 def test_a_job_that_waits_for_one_that_failed_is_refused(lab: SlurmLab) -> None:
@@ -330,9 +330,9 @@ def test_a_job_that_waits_for_one_that_failed_is_refused(lab: SlurmLab) -> None:
     lab.slurm(dependency=f"afterok:{job}")
     refused = lab.do("run")
     assert refused.returncode == 2
-    assert f"afterok:{job} cannot come true any more: job {job} is FAILED" in refused.stderr
+    assert f"afterok:{job} can never be satisfied: job {job} is FAILED" in refused.stderr
     assert not lab.layout.state.exists()
-    # Of those between question marks one is enough.
+    # Clauses that are separated by question marks are alternatives.
     lab.slurm(dependency=f"afterok:{job}?afterany:{job}")
     assert [check.found for check in lab.checks() if not check.ok] == []
 
@@ -341,27 +341,27 @@ def test_the_time_that_a_job_gets_without_asking(
     lab: SlurmLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab.slurm(partition="brief", runner={"stop_grace": 60})
-    (found,) = (check.found for check in lab.checks() if not check.ok)
-    assert "brief gives 1:00 where no time is asked for, no longer than the 90 s in" in found
+    (problem,) = (check.found for check in lab.checks() if not check.ok)
+    assert "brief allows 1:00 if no time is requested, no longer than the 90 s that" in problem
     monkeypatch.setenv("SBATCH_TIMELIMIT", "20")
     assert [check.found for check in lab.checks() if not check.ok] == []
     lab.slurm(partition="short")
-    found = " ".join(check.found for check in lab.checks() if not check.ok)
-    assert "short gives 10:00 at most, 20 is asked for" in found
+    problem = " ".join(check.found for check in lab.checks() if not check.ok)
+    assert "short allows 10:00 at most, 20 is requested" in problem
 
 
-def test_a_run_goes_on_after_its_time_limit(lab: SlurmLab) -> None:
-    """A real one: Slurm's least, of which most is for saving."""
+def test_run_continues_after_its_time_limit(lab: SlurmLab) -> None:
+    """The time limit is Slurm's shortest, most of which is for saving."""
     lab.slurm(time="1:00", requeue=1, runner={"stop_grace": 28})
     lab.submit()
     lab.until_waiting("is pending (BeginTime")
     assert "h01: saved 1" in lab.do("logs").stdout
-    assert "has come to its time limit" in next(lab.layout.logs.glob("slurm/*/output")).read_text()
+    assert "has reached its time limit" in next(lab.layout.logs.glob("slurm/*/output")).read_text()
     until(lambda: "h01: rank 1 attempt 1" in lab.do("logs").stdout)
     assert lab.do("stop").returncode == 0
 
 
-def test_a_preempted_job_saves_and_goes_on(lab: SlurmLab) -> None:
+def test_preempted_job_saves_and_continues(lab: SlurmLab) -> None:
     slurm = lab.cluster.slurm
     lab.slurm(partition="low", requeue=1)
     assert lab.do("run").returncode == 0
@@ -393,14 +393,14 @@ dist.destroy_process_group()
 
 
 @pytest.mark.torch
-def test_ranks_meet_by_torchrun(lab: SlurmLab) -> None:
-    """Though the first node takes its own name for a loopback address, as Debian has it."""
+def test_rendezvous_through_torchrun(lab: SlurmLab) -> None:
+    """Although the first node resolves its own name to a loopback address, as on Debian."""
     hosts = lab.cluster.slurm.bed["h00"].path("/etc/hosts")
     hosts.write_text(f"127.0.1.1 h00\n{hosts.read_text()}")
     lab.configure(COLLECTIVE, runner={"type": "slurm", "nproc_per_node": 2, "slurm": {"nodes": 2}})
-    done = lab.do("test", timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert {f"h0{rank // 2}:{rank}: sum 4" for rank in range(4)} <= set(done.stdout.splitlines())
+    result = lab.do("test", timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert {f"h0{rank // 2}:{rank}: sum 4" for rank in range(4)} <= set(result.stdout.splitlines())
     assert lab.query()["state"] == "completed"
-    (said,) = lab.layout.logs.glob("slurm/*/nodes")
-    assert f"master={lab.cluster.slurm.bed['h00'].address}:" in said.read_text()
+    (nodes_file,) = lab.layout.logs.glob("slurm/*/nodes")
+    assert f"master={lab.cluster.slurm.bed['h00'].address}:" in nodes_file.read_text()

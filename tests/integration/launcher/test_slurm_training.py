@@ -1,4 +1,4 @@
-"""Training as a job of Slurm's."""
+"""Test of training as a Slurm job."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from support.training_lab import PROGRAM, losses, sections
 pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.torch]
 
 
-def test_a_requeued_training_goes_on(slurm_cluster: Cluster) -> None:
-    """At the step after the last one done, with what it had learned."""
+def test_requeued_training_continues(slurm_cluster: Cluster) -> None:
+    """At the step after the last completed one, with its state restored."""
     with slurm_lab(slurm_cluster, "training") as lab:
         slurm = {"nodes": 2, "requeue": 1}
         runner = {"type": "slurm", "nproc_per_node": 1, "stop_grace": 20, "slurm": slurm}
         task = {"entrypoint": str(PROGRAM)}
-        kept = str(lab.exp_dir / "checkpoints")
-        train = sections(checkpoint={"save": kept, "load": kept, "ckpt_format": "torch_dist"})
+        checkpoints = str(lab.exp_dir / "checkpoints")
+        train = sections(
+            checkpoint={"save": checkpoints, "load": checkpoints, "ckpt_format": "torch_dist"}
+        )
         lab.configure("", runner=runner, task=task, train=train)
         lab.submit()
         until(lambda: len(losses(lab)) >= 3, 90)

@@ -1,4 +1,4 @@
-"""Runs that wait on a real Slurm, which keeps accounts and whose controller soon forgets."""
+"""Tests of runs that wait on a real Slurm with accounting, whose controller soon forgets jobs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ACCOUNTS = (
 )
 
 
-# Prepares a node before a job begins there: h01 for as long as a file beside it exists.
+# Prolog of a job on a node: on h01 it waits while a file next to it exists.
 PROLOG = """\
 #!/bin/sh
 while [ "$(hostname)" = h01 ] && [ -e "${0%/*}/gate" ]; do sleep 0.1; done
@@ -35,7 +35,7 @@ while [ "$(hostname)" = h01 ] && [ -e "${0%/*}/gate" ]; do sleep 0.1; done
 
 @pytest.fixture(scope="module")
 def gate() -> Iterator[Path]:
-    """While this file exists h01 is being prepared for its job."""
+    """While this file exists, the prolog of h01 does not finish."""
     # Hosts have a /tmp of their own.
     with TemporaryDirectory(prefix="slurm-", dir="/var/tmp") as name:
         Path(name).chmod(0o755)
@@ -47,66 +47,66 @@ def gate() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def slurm_cluster(gate: Path) -> Iterator[Cluster]:
-    kept = {"AccountingStoreFlags": "job_env,job_script"}
-    settings = {"MinJobAge": "2", "Prolog": str(gate.with_name("prolog")), **kept}
-    with needed_cluster(accounts=ACCOUNTS, settings=settings) as made:
-        yield made
+    fields = {"AccountingStoreFlags": "job_env,job_script"}
+    settings = {"MinJobAge": "2", "Prolog": str(gate.with_name("prolog")), **fields}
+    with needed_cluster(accounts=ACCOUNTS, settings=settings) as cluster:
+        yield cluster
 
 
 @pytest.fixture
 def lab(slurm_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[SlurmLab]:
-    with slurm_lab(slurm_cluster, request.node.name) as made:
-        yield made
+    with slurm_lab(slurm_cluster, request.node.name) as new_lab:
+        yield new_lab
 
 
-def forgotten(lab: SlurmLab) -> bool:
-    """Whether the controller knows nothing of the run's job any more."""
-    shown = lab.cluster.slurm.run("squeue", "--noheader", "--states=all", "--format=%i")
-    return lab.job not in shown.split()
+def is_forgotten(lab: SlurmLab) -> bool:
+    """Return True if the controller no longer knows the run's job."""
+    job_ids = lab.cluster.slurm.run("squeue", "--noheader", "--states=all", "--format=%i")
+    return lab.job not in job_ids.split()
 
 
 @pytest.mark.parametrize(
-    ("qos", "told"),
+    ("qos", "expected"),
     [
         pytest.param(
             "small",
-            "(QOSMaxNodePerJobLimit: it asks for more nodes than the QOS gives a job, and will "
+            "(QOSMaxNodePerJobLimit: it requests more nodes than the QOS allows per job, and will "
             "never start)",
             id="of-a-job",
         ),
         pytest.param(
             "few",
-            "(QOSGrpCpuLimit: with it the jobs of the QOS would have more CPUs than they may have "
-            "together; it waits for others to end)",
+            "(QOSGrpCpuLimit: with it the jobs of the QOS would exceed their total of "
+            "CPUs; it waits for other jobs to end)",
             id="of-a-group",
         ),
     ],
 )
-def test_a_limit_that_holds_a_job_is_told(lab: SlurmLab, qos: str, told: str) -> None:
+def test_limit_that_holds_a_job_is_reported(lab: SlurmLab, qos: str, expected: str) -> None:
     lab.slurm(qos=qos)
     lab.submit()
-    assert lab.until_waiting("QOS").endswith(told)
+    assert lab.until_waiting("QOS").endswith(expected)
 
 
-def test_what_the_controller_has_forgotten_is_in_the_accounts(lab: SlurmLab) -> None:
-    """Of a job that could not say how it ended: its batch script was on the node that it lost."""
+def test_forgotten_job_is_found_in_accounting(lab: SlurmLab) -> None:
+    """The job could not record its end, because its batch script was on the lost node."""
     slurm = lab.cluster.slurm
     lab.envs = {"API_TOKEN": "s3cr3t"}
     lab.slurm()
     assert lab.do("run").returncode == 0
     with slurm.without_node("h00", str(lab.root)):
-        until(lambda: forgotten(lab))
+        until(lambda: is_forgotten(lab))
         assert lab.until_warned() == f"job {lab.job} lost a node: h00"
     now = lab.query()
     assert (now["state"], now["failure"]["host"]) == ("failed", "h00")
-    # Accounts keep what a job was submitted with.
-    for kept, text in (("--env-vars", "XDG_STATE_HOME="), ("--batch-script", lab.state().run_id)):
-        told = slurm.run("sacct", f"--jobs={lab.job}", kept)
-        assert (text in told, "s3cr3t" in told) == (True, False)
+    # Accounting stores the submission of a job.
+    for option, text in (("--env-vars", "XDG_STATE_HOME="), ("--batch-script", lab.state().run_id)):
+        output = slurm.run("sacct", f"--jobs={lab.job}", option)
+        assert (text in output, "s3cr3t" in output) == (True, False)
 
 
-def test_a_component_that_comes_late(lab: SlurmLab, gate: Path) -> None:
-    """Its node gets free last, and is prepared for long then."""
+def test_late_component_of_a_heterogeneous_job(lab: SlurmLab, gate: Path) -> None:
+    """Its node becomes free last, and its prolog takes long."""
     slurm = lab.cluster.slurm
     lab.envs = {"MEET": f"{lab.root}/meet"}
     kinds = {"A": {"nodes": 1, "partition": "all"}, "B": {"nodes": 1, "partition": "last"}}
@@ -116,11 +116,11 @@ def test_a_component_that_comes_late(lab: SlurmLab, gate: Path) -> None:
         with slurm.allocation(nodes=1, tasks=1, where="h01"):
             launcher = lab.start("run")
             until(lambda: lab.layout.state.exists() and "job" in lab.state().runner.handle)
-            # The other one could begin at once, but not alone.
-            told = lab.until_waiting("(Resources: ")
-            assert "may start" not in told
-        late = until(lambda: [text for text in lab.query()["warnings"] if "begun" in text])
-        assert late[0].startswith("h01 has not begun: Slurm still prepares it")
+            # The other component could start at once, but not alone.
+            reason = lab.until_waiting("(Resources: ")
+            assert "may start" not in reason
+        late = until(lambda: [text for text in lab.query()["warnings"] if "started" in text])
+        assert late[0].startswith("h01 has not started: Slurm still prepares it")
         assert lab.query()["state"] == "starting"
     finally:
         gate.unlink()
@@ -133,7 +133,7 @@ def test_a_component_that_comes_late(lab: SlurmLab, gate: Path) -> None:
     assert {"h00: rank 0 attempt 0", "h01: rank 1 attempt 0"} <= lines
 
 
-# Slurm's own commands, by their own clock; by the launcher's it is noted when one is called.
+# Slurm's commands run at normal speed, and record the launcher's accelerated time of each call.
 ASKED = """\
 #!/bin/bash
 name=${{0##*/}}
@@ -144,20 +144,20 @@ SPEED = 40
 
 
 def test_200_seconds_in_the_queue(lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a launcher whose clock goes faster: all of its waits, none of Slurm's, are shorter."""
+    """The launcher's clock is accelerated, which shortens its waits, but none of Slurm's."""
     clock = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
-    asked = lab.root / "asked"
+    query_log = lab.root / "asked"
     for name in ("squeue", "sbatch", "scancel"):
         program = lab.root / "bin" / name
         program.parent.mkdir(exist_ok=True)
         program.write_text(
-            ASKED.format(log=shlex.quote(str(asked)), path=shlex.quote(os.environ["PATH"]))
+            ASKED.format(log=shlex.quote(str(query_log)), path=shlex.quote(os.environ["PATH"]))
         )
         program.chmod(0o755)
     lab.slurm(runner={"start_timeout": 60, "lost_host_timeout": 5})
 
     def times() -> list[int]:
-        lines = asked.read_text().splitlines() if asked.exists() else []
+        lines = query_log.read_text().splitlines() if query_log.exists() else []
         return [int(line.split()[1]) for line in lines if line.startswith("squeue")]
 
     with lab.cluster.slurm.allocation(nodes=2, tasks=2):

@@ -1,4 +1,4 @@
-"""Stops that cannot go as they should: no room to record them, ranks that do not end."""
+"""Tests of stops on a full disk, and of ranks that do not end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.full_disk import fill, small_disk
+from support.full_disk import fill_disk, small_disk
 from support.launch_lab import Lab, rank_processes, until
 
 from flagscale.hosts import processes
@@ -39,8 +39,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def start(lab: Lab, program: str = SLEEPING) -> None:
     lab.configure(program, light=True, runner={"stop_grace": 1})
-    done = lab.do("run")
-    assert done.returncode == 0, done.stderr
+    result = lab.do("run")
+    assert result.returncode == 0, result.stderr
     until(lambda: lab.output().count("ready") == 2)
 
 
@@ -48,27 +48,29 @@ def test_a_full_disk_does_not_keep_a_run_alive(lab: Lab, disk: Path) -> None:
     lab = replace(lab, exp_dir=disk / "exp")
     try:
         start(lab)
-        fill(disk)
+        fill_disk(disk)
         assert shutil.disk_usage(disk).free == 0
-        done = lab.do("stop")
+        result = lab.do("stop")
         assert lab.members() == []
-        assert "stopped in" in done.stdout
-        # What the run itself gives up when it ends may have made room.
+        assert "stopped in" in result.stdout
+        # Files that the run removes at its end may have made room.
         recorded = lab.state().stop_requested is not None
-        assert done.returncode == (0 if recorded else 1), done.stderr
-        assert ("No space left on device" in done.stderr) is not recorded
+        assert result.returncode == (0 if recorded else 1), result.stderr
+        assert ("No space left on device" in result.stderr) is not recorded
     finally:
         lab.clear()
 
 
 def test_a_stop_that_cannot_be_recorded_is_an_error_afterwards(lab: Lab) -> None:
     start(lab)
-    done = lab.do("stop", under=["prlimit", "--fsize=0"])
+    result = lab.do("stop", under=["prlimit", "--fsize=0"])
     assert lab.members() == []
-    assert done.returncode == 1
-    assert "stopped in" in done.stdout
-    assert done.stderr.startswith(f"error: run {lab.state().run_id} of lab was stopped, but that ")
-    assert f"could not be recorded: {lab.layout.state}: File too large" in done.stderr
+    assert result.returncode == 1
+    assert "stopped in" in result.stdout
+    assert result.stderr.startswith(
+        f"error: run {lab.state().run_id} of lab was stopped, but that "
+    )
+    assert f"could not be recorded: {lab.layout.state}: File too large" in result.stderr
     assert lab.state().stop_requested is None
     assert "(stopped)" in lab.do("stop").stdout
 
@@ -83,33 +85,33 @@ def test_a_stop_that_cannot_be_recorded_is_an_error_afterwards(lab: Lab) -> None
 def test_a_rank_that_had_to_be_killed_is_named(lab: Lab, program: str, rest: str) -> None:
     start(lab, program)
     os.kill(rank_processes(lab.state())[1].pid, signal.SIGSTOP)
-    done = lab.do("stop")
-    assert (done.returncode, lab.members()) == (0, [])
-    assert "stopped in" in done.stdout
-    assert done.stderr == (
+    result = lab.do("stop")
+    assert (result.returncode, lab.members()) == (0, [])
+    assert "stopped in" in result.stdout
+    assert result.stderr == (
         "warning: rank 1 on localhost did not end within the 1 s of runner.stop_grace and was "
         f"killed; {rest}\n"
     )
 
 
-def test_so_it_is_where_nobody_supervises(lab: Lab) -> None:
+def test_stop_without_an_agent(lab: Lab) -> None:
     start(lab)
     state = lab.state()
     ranks = rank_processes(state).values()
-    others = [p.pid for p in processes.members(state.run_id) if p not in ranks]
+    helpers = [p.pid for p in processes.find_run_processes(state.run_id) if p not in ranks]
     for number in (signal.SIGSTOP, signal.SIGKILL):
-        for pid in others:
+        for pid in helpers:
             os.kill(pid, number)
     until(lambda: len(lab.members()) == len(ranks))
     for rank in ranks:
         os.kill(rank.pid, signal.SIGSTOP)
-    done = lab.do("stop")
-    assert (done.returncode, lab.members()) == (0, [])
-    assert "warning: ranks 0, 1 on localhost did not end within the 1 s" in done.stderr
-    assert "and were killed; what was not saved is lost" in done.stderr
+    result = lab.do("stop")
+    assert (result.returncode, lab.members()) == (0, [])
+    assert "warning: ranks 0, 1 on localhost did not end within the 1 s" in result.stderr
+    assert "and were killed; what was not saved is lost" in result.stderr
 
 
-def test_nothing_is_said_of_ranks_that_end(lab: Lab) -> None:
+def test_no_warning_about_ranks_that_end(lab: Lab) -> None:
     start(lab, REPORTING)
-    done = lab.do("stop")
-    assert (done.returncode, done.stderr) == (0, "")
+    result = lab.do("stop")
+    assert (result.returncode, result.stderr) == (0, "")

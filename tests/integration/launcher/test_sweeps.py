@@ -1,4 +1,4 @@
-"""Sweeps by the command line: real runs, a directory each, one table."""
+"""Tests of sweeps on the command line: real runs with one directory each, and one table."""
 
 from __future__ import annotations
 
@@ -34,58 +34,58 @@ def swept(lab: Lab) -> Lab:
     return lab
 
 
-def rows(lab: Lab, action: str, *words: str) -> tuple[int, list[dict[str, Any]], str]:
-    """What an action says of a sweep: the exit code, a record a run, and what stderr has."""
-    done = lab.do(action, "-m", "json=true", *words)
-    return done.returncode, json.loads(done.stdout or "[]"), done.stderr
+def run_sweep(lab: Lab, action: str, *words: str) -> tuple[int, list[dict[str, Any]], str]:
+    """Run an action of a sweep; return the exit code, one record per run, and stderr."""
+    result = lab.do(action, "-m", "json=true", *words)
+    return result.returncode, json.loads(result.stdout or "[]"), result.stderr
 
 
 def test_a_sweep_from_its_plan_to_its_table(swept: Lab) -> None:
     seeds = "+train.model.seed=1,2,3"
-    _, planned, _ = rows(swept, "dryrun", seeds)
+    _, planned, _ = run_sweep(swept, "dryrun", seeds)
     assert not swept.exp_dir.exists()
-    assert [(one["world_size"], one["values"]) for one in planned] == [
+    assert [(run["world_size"], run["values"]) for run in planned] == [
         (1, {"train.model.seed": n}) for n in "123"
     ]
-    code, ran, told = rows(swept, "run", seeds, "--jobs", "2")
-    # That of the worst, which kept none of the others from being tried.
-    assert code == 5, told
-    assert [(one["state"], one["loss"], one["tokens_per_second"]) for one in ran] == [
+    code, ran, messages = run_sweep(swept, "run", seeds, "--jobs", "2")
+    # The exit code is that of the worst run, which did not prevent the others from starting.
+    assert code == 5, messages
+    assert [(run["state"], run["loss"], run["tokens_per_second"]) for run in ran] == [
         ("completed", 0.25, 1000),
         ("completed", 0.5, 2000),
         ("failed", 0.75, 3000),
     ]
     assert "exit code 5" in ran[2]["trouble"]
-    assert [one["exp_dir"] for one in ran] == [f"{swept.exp_dir}/seed={n}" for n in "123"]
-    assert [one["exp_dir"] for one in ran] == [one["exp_dir"] for one in planned]
-    assert "[3/3] seed=3: starts in" in told
-    assert told.count("judges the arguments") == 1
+    assert [run["exp_dir"] for run in ran] == [f"{swept.exp_dir}/seed={n}" for n in "123"]
+    assert [run["exp_dir"] for run in ran] == [run["exp_dir"] for run in planned]
+    assert "[3/3] seed=3: starts in" in messages
+    assert messages.count("judges the arguments") == 1
     # Found again by the same words, as far as it was started.
-    code, asked, _ = rows(swept, "query", "+train.model.seed=3,4")
-    assert (code, [one["state"] for one in asked]) == (0, ["failed", "not started"])
-    assert asked[0]["run_id"] == ran[2]["run_id"]
-    shown = swept.do("query", "-m", seeds)
-    (line,) = (line for line in shown.stdout.splitlines() if line.split()[:1] == ["2"])
+    code, queried, _ = run_sweep(swept, "query", "+train.model.seed=3,4")
+    assert (code, [run["state"] for run in queried]) == (0, ["failed", "not started"])
+    assert queried[0]["run_id"] == ran[2]["run_id"]
+    result = swept.do("query", "-m", seeds)
+    (line,) = (line for line in result.stdout.splitlines() if line.split()[:1] == ["2"])
     expected = ["2", "completed", "3", "0.5000", "2,000", ran[1]["run_id"]]
-    assert line.split()[:6] == expected, shown.stdout
+    assert line.split()[:6] == expected, result.stdout
 
 
 def test_nothing_starts_where_one_is_wrong(swept: Lab) -> None:
-    for words, said in (
+    for words, message in (
         (("experiment.runner.nproc_per_node=1,0",), "from 1 to 65536, found 0 (with nproc"),
         (("action=logs", "+train.model.seed=1,2"), "with -m there are run, dryrun, query, stop"),
         (("follow=true", "+train.model.seed=1,2"), "follow: is of one run; with -m there is json"),
     ):
-        done = swept.do("run", "-m", *words)
-        assert done.returncode == 2
-        assert said in done.stderr
-    done = swept.do("run", "--jobs", "2")
-    assert (done.returncode, "give -m, too" in done.stderr) == (2, True)
+        result = swept.do("run", "-m", *words)
+        assert result.returncode == 2
+        assert message in result.stderr
+    result = swept.do("run", "--jobs", "2")
+    assert (result.returncode, "--jobs needs -m" in result.stderr) == (2, True)
     assert not swept.exp_dir.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_what_was_started(swept: Lab, number: int) -> None:
+def test_signal_ends_the_started_runs(swept: Lab, number: int) -> None:
     launcher = swept.start("run", "-m", "--jobs", "2", "+train.model.seed=101,102,103")
     states = [swept.exp_dir / f"seed={n}" / "logs" / "state.json" for n in (101, 102)]
     until(lambda: all(path.exists() for path in states))
@@ -101,34 +101,34 @@ def test_a_signal_ends_what_was_started(swept: Lab, number: int) -> None:
     assert not (swept.exp_dir / "seed=103").exists()
 
 
-def test_those_that_are_slow_to_end_end_at_once(swept: Lab) -> None:
-    """And who does not wait for that is told which live on."""
+def test_slow_runs_are_stopped_in_parallel(swept: Lab) -> None:
+    """A second signal reports the runs that are still alive."""
     deaf = PROGRAM.replace("import os,", "import signal, os,").replace(
         "seed = int", "signal.signal(signal.SIGTERM, lambda *_: time.sleep(60))\nseed = int"
     )
     swept.configure(deaf, light=True, runner={"nproc_per_node": 1, "stop_grace": 4})
     seeds = "+train.model.seed=301,302,303"
     launcher = swept.start("run", "-m", "--jobs", "3", seeds)
-    until(lambda: [one["step"] for one in rows(swept, "query", seeds)[1]] == [3] * 3)
+    until(lambda: [run["step"] for run in run_sweep(swept, "query", seeds)[1]] == [3] * 3)
     launcher.send_signal(signal.SIGINT)
     time.sleep(1)
     launcher.send_signal(signal.SIGINT)
     out, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 130, out
     (line,) = (line for line in out.splitlines() if "these may live on: " in line)
-    ids = {one["run_id"] for one in rows(swept, "query", seeds)[1]}
+    ids = {run["run_id"] for run in run_sweep(swept, "query", seeds)[1]}
     assert set(line.partition("on: ")[2].partition(";")[0].split(", ")) == ids
     began = time.monotonic()
-    code, stopped, told = rows(swept, "stop", seeds)
-    assert (code, [one["state"] for one in stopped]) == (0, ["stopped"] * 3), told
+    code, stopped, messages = run_sweep(swept, "stop", seeds)
+    assert (code, [run["state"] for run in stopped]) == (0, ["stopped"] * 3), messages
     assert time.monotonic() - began < 3 * 4
 
 
-def test_a_sweep_in_the_background_of_another_is_stopped_by_its_words(swept: Lab) -> None:
+def test_sweep_is_stopped_by_its_own_overrides(swept: Lab) -> None:
     seeds = "+train.model.seed=201,202"
     launcher = swept.start("run", "-m", "--jobs", "2", seeds)
-    until(lambda: [one["state"] for one in rows(swept, "query", seeds)[1]] == ["running"] * 2)
-    code, stopped, _ = rows(swept, "stop", seeds)
-    assert (code, [one["state"] for one in stopped]) == (0, ["stopped", "stopped"])
+    until(lambda: [run["state"] for run in run_sweep(swept, "query", seeds)[1]] == ["running"] * 2)
+    code, stopped, _ = run_sweep(swept, "stop", seeds)
+    assert (code, [run["state"] for run in stopped]) == (0, ["stopped", "stopped"])
     out, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 143, out

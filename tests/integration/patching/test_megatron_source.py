@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flagscale.patching.sources import installed_distribution
-from flagscale.patching.spec import Layout, load_spec
+from flagscale.patching.sources import find_distribution
+from flagscale.patching.spec import BackendLayout, load_spec
 
 from .conftest import ROOT, tool
 
@@ -38,10 +38,10 @@ def skip_offline(done: subprocess.CompletedProcess[str]) -> None:
         pytest.skip("no package registry can be reached from here")
 
 
-def test_the_archive_holds_what_the_wheel_installs(tmp_path: Path) -> None:
+def test_archive_contains_the_files_of_the_wheel(tmp_path: Path) -> None:
     root = own_definition(tmp_path)
     adapted = root / "third_party" / "Megatron-LM"
-    installed = Path(str(installed_distribution("megatron-core", "0.16.1").locate_file("")))
+    installed = Path(str(find_distribution("megatron-core", "0.16.1").locate_file("")))
     for damage_cache in (False, True):
         if damage_cache:
             (kept,) = (tmp_path / "cache").rglob("*.tar.gz")
@@ -57,7 +57,7 @@ def test_the_archive_holds_what_the_wheel_installs(tmp_path: Path) -> None:
             assert module.read_bytes() == (installed / path).read_bytes(), path
 
 
-def test_another_content_than_pinned_is_refused(tmp_path: Path) -> None:
+def test_archive_with_another_hash_is_rejected(tmp_path: Path) -> None:
     root = own_definition(tmp_path, sha256="ab" * 32)
     done = tool("unpatch", "--root", str(root), FLAGSCALE_CACHE=str(tmp_path / "cache"))
     skip_offline(done)
@@ -67,7 +67,7 @@ def test_another_content_than_pinned_is_refused(tmp_path: Path) -> None:
     assert not (root / "third_party" / "Megatron-LM").exists()
 
 
-def test_no_network_is_one_message(tmp_path: Path) -> None:
+def test_missing_network_is_one_message(tmp_path: Path) -> None:
     root = own_definition(tmp_path)
     nowhere = {
         "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
@@ -83,7 +83,7 @@ def test_no_network_is_one_message(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_every_codemod_still_finds_its_places(tree: Path) -> None:
+def test_every_codemod_matches_the_pinned_source(tree: Path) -> None:
     """A new release that moves code away from a codemod must not pass unnoticed."""
     counts = json.loads((tree / ".flagscale" / "manifest.json").read_text())["codemods"]
     expected = {
@@ -103,10 +103,10 @@ def test_every_codemod_still_finds_its_places(tree: Path) -> None:
         assert abs(counts[name] - count) <= SLACK * count, name
 
 
-def test_what_stays_bound_to_cuda_is_what_we_left(tree: Path) -> None:
+def test_remaining_cuda_calls_are_the_known_ones(tree: Path) -> None:
     """No call of torch.cuda that means the current device is left on the training path."""
     call = re.compile(r"(?<![\w.])torch\.cuda\.(current_device|synchronize|get_rng_state)\(")
-    spec = load_spec(Layout(ROOT, "Megatron-LM"))
+    spec = load_spec(BackendLayout(ROOT, "Megatron-LM"))
     core = tree / "megatron" / "core"
     left = []
     for file in sorted(core.rglob("*.py")):

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.browser import Browser, opened
+from support.browser import Browser, open_browser
 from support.launch_lab import PROJECT, Lab
-from support.report_lab import lay, steps
+from support.report_lab import steps, store_run
 
 from flagscale.bench.collectives.curves import Curve, Point
-from flagscale.bench.collectives.records import Row
+from flagscale.bench.collectives.records import ResultRow
 from flagscale.bench.collectives.report import render
-from flagscale.report.pages import write
+from flagscale.report.pages import write_page
 
 pytestmark = pytest.mark.integration
 
@@ -57,7 +57,7 @@ if rank == 0:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with opened(tmp_path_factory.mktemp("browser")) as found:
+    with open_browser(tmp_path_factory.mktemp("browser")) as found:
         yield found
 
 
@@ -70,26 +70,28 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 
 def _fits(browser: Browser) -> bool:
     """Whether nothing is wider than the window; what scrolls by itself is not."""
-    return bool(browser.value("document.documentElement.scrollWidth <= innerWidth"))
+    return bool(browser.evaluate("document.documentElement.scrollWidth <= innerWidth"))
 
 
 def _colours(browser: Browser) -> tuple[str, str]:
     """Of the paper and of the first line."""
     path = "getComputedStyle(document.querySelector('path.line')).stroke"
-    return browser.value("getComputedStyle(document.body).backgroundColor"), browser.value(path)
+    return browser.evaluate("getComputedStyle(document.body).backgroundColor"), browser.evaluate(
+        path
+    )
 
 
 def _drawn(browser: Browser) -> list[float]:
     """What share of its plot's width each plot's first line takes."""
     return list(
-        browser.value(
+        browser.evaluate(
             "[...document.querySelectorAll('.field svg')].filter((s) => s.clientWidth).map((s) => "
             "s.querySelector('path.line').getBoundingClientRect().width / s.clientWidth)"
         )
     )
 
 
-def test_a_run_that_was_started_again_and_failed(lab: Lab, browser: Browser) -> None:
+def test_restarted_and_failed_run(lab: Lab, browser: Browser) -> None:
     program = BREAKS.replace("LAST", "(30, 60)")
     lab.configure(program, light=True, runner={"max_restarts": 1, "nproc_per_node": 2})
     done = lab.do("test")
@@ -104,7 +106,7 @@ def test_a_run_that_was_started_again_and_failed(lab: Lab, browser: Browser) -> 
         assert _fits(browser)
         # Steps 1 to 20 of 60; what the second attempt did again is another line.
         assert _drawn(browser) == pytest.approx([19 / 59] * 5, abs=0.01)
-        text = browser.value("document.body.innerText")
+        text = browser.evaluate("document.body.innerText")
         for told in (
             "failed",
             "attempts\n2 of 2",
@@ -112,34 +114,34 @@ def test_a_run_that_was_started_again_and_failed(lab: Lab, browser: Browser) -> 
             "raise Val",
         ):
             assert told in text, told
-    signs = browser.value(
+    signs = browser.evaluate(
         "[...document.querySelector('figure.plot').querySelectorAll('.mark')].map((m) => m.title)"
     )
     assert [sign.partition(":")[0] for sign in signs].count("step 21") == 1, "started again"
     assert any("loss spike: 12.5" in sign for sign in signs)
     assert any("loss is NaN" in sign for sign in signs)
     assert any("first failure" in sign for sign in signs)
-    assert browser.trouble == []
-    assert {*browser.asked} == {page.as_uri()}, "it loads nothing"
+    assert browser.console_errors == []
+    assert {*browser.requested_urls} == {page.as_uri()}, "it loads nothing"
 
 
-def test_values_are_told_by_pointer_and_keys(tmp_path: Path, browser: Browser) -> None:
-    laid = lay(tmp_path)
+def test_values_are_shown_by_pointer_and_keyboard(tmp_path: Path, browser: Browser) -> None:
+    laid = store_run(tmp_path)
     laid.report(*steps(101, loss=float, grad_norm=0.5))
     laid.end()
-    browser.open(write([laid.state], tmp_path / "p.html"), width=390)
+    browser.open(write_page([laid.state], tmp_path / "p.html"), width=390)
     tip = "document.querySelector('.tip').innerText"
-    browser.point(".field", 0.501)
-    assert browser.value(tip) == "step 51\ntraining 51"
-    inside = browser.value(
+    browser.move_pointer(".field", 0.501)
+    assert browser.evaluate(tip) == "step 51\ntraining 51"
+    inside = browser.evaluate(
         "(() => { const t = document.querySelector('.tip').getBoundingClientRect(), "
         "f = document.querySelector('.field').getBoundingClientRect();"
         "return t.left >= f.left - 1 && t.right <= f.right + 1 })()"
     )
     assert inside
     crosses = "[...document.querySelectorAll('.cross')].map((c) => c.hidden)"
-    assert browser.value(crosses) == [False, False], "the other plot shows the place, too"
-    browser.value("document.querySelectorAll('.area')[1].focus()")
+    assert browser.evaluate(crosses) == [False, False], "the other plot shows the place, too"
+    browser.evaluate("document.querySelectorAll('.area')[1].focus()")
     told = "document.querySelectorAll('.tip')[1].innerText"
     for key, step in (
         ("Home", 1),
@@ -148,19 +150,19 @@ def test_values_are_told_by_pointer_and_keys(tmp_path: Path, browser: Browser) -
         ("End", 101),
         ("ArrowLeft", 100),
     ):
-        browser.press(key)
-        assert browser.value(told) == f"step {step}\ntraining 0.5"
-    browser.press("Escape")
-    assert browser.value(crosses) == [True, True]
-    assert browser.trouble == []
+        browser.press_key(key)
+        assert browser.evaluate(told) == f"step {step}\ntraining 0.5"
+    browser.press_key("Escape")
+    assert browser.evaluate(crosses) == [True, True]
+    assert browser.console_errors == []
 
 
-def test_light_and_dark(tmp_path: Path, browser: Browser) -> None:
+def test_light_and_dark_theme(tmp_path: Path, browser: Browser) -> None:
     """As the system has it, and as the switch says."""
-    laid = lay(tmp_path)
+    laid = store_run(tmp_path)
     laid.report(*steps(9))
     laid.end()
-    page = write([laid.state], tmp_path / "p.html")
+    page = write_page([laid.state], tmp_path / "p.html")
     browser.open(page)
     light = _colours(browser)
     assert light[0] == "rgb(255, 255, 255)"
@@ -169,35 +171,37 @@ def test_light_and_dark(tmp_path: Path, browser: Browser) -> None:
     assert all(one != other for one, other in zip(light, dark, strict=True))
     press = "document.getElementById('theme').click()"
     for colours in (light, dark, dark):  # light, dark, as the system has it
-        browser.value(press)
+        browser.evaluate(press)
         assert _colours(browser) == colours
-    assert browser.trouble == []
+    assert browser.console_errors == []
 
 
-def test_two_runs_side_by_side_or_below_each_other(tmp_path: Path, browser: Browser) -> None:
-    found = [lay(tmp_path, run_id=run_id) for run_id in ("one", "two")]
+def test_two_runs_side_by_side_or_stacked(tmp_path: Path, browser: Browser) -> None:
+    found = [store_run(tmp_path, run_id=run_id) for run_id in ("one", "two")]
     found[0].report(*steps(5000, tokens_per_second=5.0, mfu=0.4, memory_gib=7.0))
     found[1].report(*steps(1000))
     for one in found:
         one.end()
-    page = write([one.state for one in found], tmp_path / "p.html")
+    page = write_page([one.state for one in found], tmp_path / "p.html")
     browser.open(page, width=390)
     assert _fits(browser)
     assert _drawn(browser) == pytest.approx([1.0] * 5, abs=0.02)
     tops = "[...document.querySelectorAll('article')].map((a) => a.getBoundingClientRect().top)"
-    first, second = browser.value(tops)
+    first, second = browser.evaluate(tops)
     assert first < second, "on a phone"
     browser.open(page)
-    first, second = browser.value(tops)
+    first, second = browser.evaluate(tops)
     assert first == second
-    assert browser.trouble == []
+    assert browser.console_errors == []
 
 
-def test_a_benchmark_stands_in_the_same_frame(tmp_path: Path, browser: Browser) -> None:
+def test_benchmark_uses_the_same_page_frame(tmp_path: Path, browser: Browser) -> None:
     shared: dict[str, Any] = {"nccl_type": "float", "reduction": "sum", "root": -1, "count": 1}
     shared |= {"in_place": True, "ranks": 2, "input_bytes": 1, "output_bytes": 1, "bus_factor": 1.0}
     rows = [
-        Row(operation="all_reduce", type="fp32", backend="gloo", size=size, time=9.0, **shared)
+        ResultRow(
+            operation="all_reduce", type="fp32", backend="gloo", size=size, time=9.0, **shared
+        )
         for size in (1024, 4096, 1 << 20)
     ]
     points = tuple(Point(row.size, row.time, row.busbw) for row in rows)
@@ -208,8 +212,8 @@ def test_a_benchmark_stands_in_the_same_frame(tmp_path: Path, browser: Browser) 
     browser.open(page, width=390)
     assert _fits(browser)
     assert _drawn(browser) == pytest.approx([0.96, 0.96], abs=0.03)
-    browser.point(".field", 0.02)
-    assert browser.value("document.querySelector('.tip').innerText") == (
+    browser.move_pointer(".field", 0.02)
+    assert browser.evaluate("document.querySelector('.tip').innerText") == (
         "bytes 1,024\nall_reduce <gloo> 9"
     )
-    assert browser.trouble == []
+    assert browser.console_errors == []

@@ -1,4 +1,4 @@
-"""Runs on hosts of the bed, whose processes all end with it."""
+"""Fixtures for runs on hosts of the bed, whose processes all end with it."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ from support.ssh_lab import SshLab, ssh_lab
 
 @pytest.fixture
 def lab(bed: Bed, tmp_path: Path) -> Iterator[SshLab]:
-    with ssh_lab(bed, tmp_path / "lab") as made:
-        yield made
+    with ssh_lab(bed, tmp_path / "lab") as new_lab:
+        yield new_lab

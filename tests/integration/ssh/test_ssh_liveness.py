@@ -1,4 +1,4 @@
-"""What hosts of a run make of each other's faults: nothing is left anywhere, without a `stop`."""
+"""Tests of faults of hosts: without a `stop`, no process is left on any host."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ pytestmark = pytest.mark.integration
 ENOUGH_SECONDS = 30.0
 
 
-# For tests in which a host is lost; in the others no busy moment may pass for a loss.
+# For tests in which a host is lost; in the other tests a short pause must not count as a loss.
 QUICK = {"lost_host_timeout": 3}
 
 
 def start(
     lab: SshLab, *, light: bool = True, runner: Any = None, **environment: str
 ) -> dict[str, list[int]]:
-    """Start the toy, whose ranks keep in step over the network, beside bystanders."""
-    given = {"TOY_ADDRESS": lab.bed["h00"].address, "TOY_PORT": str(free_port())}
+    """Start the toy program, whose ranks stay in step over the network, and bystander processes."""
+    fields = {"TOY_ADDRESS": lab.bed["h00"].address, "TOY_PORT": str(free_port())}
     lab.configure(
         f"import sys; sys.path.insert(0, {str(PROJECT)!r})\n{TOY}",
         light=light,
         runner={"lost_host_timeout": 20, **(runner or {})},
-        envs={**given, **environment},
+        envs={**fields, **environment},
     )
-    others = bystanders(lab.bed)
-    done = lab.do("run")
-    assert done.returncode == 0, done.stderr
-    return others
+    bystander_pids = bystanders(lab.bed)
+    result = lab.do("run")
+    assert result.returncode == 0, result.stderr
+    return bystander_pids
 
 
-def process(lab: SshLab, host: Host, word: str) -> int:
-    """The pid of the run's process on a host whose command line holds ``word``; the innermost."""
+def find_pid(lab: SshLab, host: Host, word: str) -> int:
+    """Return the pid of the run's innermost process on a host with ``word`` in its command line."""
     return max(p.pid for p in lab.members(host) if any(word in part for part in p.argv))
 
 
@@ -59,8 +59,8 @@ def ended(lab: SshLab, host: str) -> dict[str, Any]:
     )
 
 
-def clean(lab: SshLab, others: dict[str, list[int]]) -> None:
-    """Wait until nothing of the run is left on any host, and see that nobody else was touched."""
+def wait_until_clean(lab: SshLab, others: dict[str, list[int]]) -> None:
+    """Wait until the run has left no process on any host; check that bystanders are alive."""
     until(lambda: not lab.orphans(), ENOUGH_SECONDS)
     assert sleepers(lab.bed) == others
 
@@ -68,9 +68,9 @@ def clean(lab: SshLab, others: dict[str, list[int]]) -> None:
 def test_a_cut_link_ends_the_job_on_both_sides(lab: SshLab) -> None:
     with lab.bed.ssh_config.open("a") as config:
         config.write("  ConnectTimeout 3\n")
-    others = start(lab, runner=QUICK)
+    bystander_pids = start(lab, runner=QUICK)
     lab.bed["h01"].link("down")
-    clean(lab, others)
+    wait_until_clean(lab, bystander_pids)
     stopped = lab.do("stop")
     assert stopped.returncode == 3
     assert "may still live on 1 host(s) that cannot be reached" in stopped.stderr
@@ -79,18 +79,18 @@ def test_a_cut_link_ends_the_job_on_both_sides(lab: SshLab) -> None:
     assert [failure["host"] for failure in lost] == ["h01", "h00"]
     assert all("no word from its agent for 3 s" in failure["reason"] for failure in lost)
     lab.bed["h01"].link("up")
-    seen = lab.query()
-    assert (seen["state"], seen["failure"]["host"]) == ("failed", "h01")
+    snapshot = lab.query()
+    assert (snapshot["state"], snapshot["failure"]["host"]) == ("failed", "h01")
     assert lab.do("stop").returncode == 0
 
 
-def test_a_link_that_comes_back_in_time_is_forgiven(lab: SshLab) -> None:
+def test_link_restored_in_time(lab: SshLab) -> None:
     start(lab, runner={"lost_host_timeout": 15})
     host = lab.bed["h01"]
     port = json.loads(lab.state().hosts[0].script.parent.joinpath("plan.json").read_text())
     host.drop(f"tcp sport {port['liveness_port']}")
     summary = lab.state().hosts[0].run_dir / LIVENESS_FILE
-    # Longer than from one heartbeat to the next. The file is written once there is news.
+    # Longer than the heartbeat interval. The file is written when the summary changes.
     with pytest.raises(pytest.fail.Exception):
         until(lambda: summary.exists() and "lost" in summary.read_text(), 4)
     host.heal()
@@ -100,64 +100,64 @@ def test_a_link_that_comes_back_in_time_is_forgiven(lab: SshLab) -> None:
 
 @pytest.mark.parametrize("victim", ["h00", "h01"])
 def test_a_killed_agent(lab: SshLab, victim: str) -> None:
-    others = start(lab, runner=QUICK)
-    os.kill(process(lab, lab.bed[victim], "flagscale.launcher.agent"), signal.SIGKILL)
-    clean(lab, others)
+    bystander_pids = start(lab, runner=QUICK)
+    os.kill(find_pid(lab, lab.bed[victim], "flagscale.launcher.agent"), signal.SIGKILL)
+    wait_until_clean(lab, bystander_pids)
     failure = lab.query()["failure"]
     assert (failure["host"], failure["rank"]) == (victim, None)
     assert "SIGKILL" in failure["reason"] or "no word from its agent" in failure["reason"]
 
 
-def test_a_killed_script(lab: SshLab) -> None:
-    """Its agent ends the job in order, everywhere, and nobody takes that for a stop by the user."""
+def test_killed_script(lab: SshLab) -> None:
+    """Its agent ends the job in order on all hosts, and it is not reported as a user's stop."""
     victim = "h01"
-    others = start(lab, runner={"max_restarts": 3})
-    os.kill(process(lab, lab.bed[victim], f"host_{victim[-1]}_{victim}_run.sh"), signal.SIGKILL)
-    clean(lab, others)
+    bystander_pids = start(lab, runner={"max_restarts": 3})
+    os.kill(find_pid(lab, lab.bed[victim], f"host_{victim[-1]}_{victim}_run.sh"), signal.SIGKILL)
+    wait_until_clean(lab, bystander_pids)
     for host in lab.bed.names:
         assert ended(lab, host)["failure"]["host"] == victim
-    seen = lab.query()
-    assert (seen["state"], seen["attempt"]) == ("failed", 1)
-    assert (seen["failure"]["host"], seen["failure"]["rank"]) == (victim, None)
-    assert "lost its script, which was killed" in seen["failure"]["reason"]
+    snapshot = lab.query()
+    assert (snapshot["state"], snapshot["attempt"]) == ("failed", 1)
+    assert (snapshot["failure"]["host"], snapshot["failure"]["rank"]) == (victim, None)
+    assert "lost its script, which was killed" in snapshot["failure"]["reason"]
 
 
 def test_a_killed_rank_is_named_with_host_log_and_signal(lab: SshLab) -> None:
-    others = start(lab, light=False)
-    os.kill(process(lab, lab.bed["h01"], "program.py"), signal.SIGKILL)
-    clean(lab, others)
-    seen = lab.query()
-    failure = seen["failure"]
+    bystander_pids = start(lab, light=False)
+    os.kill(find_pid(lab, lab.bed["h01"], "program.py"), signal.SIGKILL)
+    wait_until_clean(lab, bystander_pids)
+    snapshot = lab.query()
+    failure = snapshot["failure"]
     assert (failure["host"], failure["rank"], failure["exit_code"]) == ("h01", 1, -9)
     assert failure["log"].endswith("/0/stderr.log")
-    assert [row["state"] for row in seen["hosts"]] == ["failed", "failed"]
+    assert [row["state"] for row in snapshot["hosts"]] == ["failed", "failed"]
 
 
 @pytest.mark.parametrize("victim", ["h00", "h01"])
 def test_everything_on_one_host_is_killed(lab: SshLab, victim: str) -> None:
-    others = start(lab, runner=QUICK)
-    for left in lab.members(lab.bed[victim]):
+    bystander_pids = start(lab, runner=QUICK)
+    for member in lab.members(lab.bed[victim]):
         with suppress(ProcessLookupError):  # what its parent's end has ended already
-            os.kill(left.pid, signal.SIGKILL)
-    clean(lab, others)
-    other = "h01" if victim == "h00" else "h00"
-    failure = ended(lab, other)["failure"]
+            os.kill(member.pid, signal.SIGKILL)
+    wait_until_clean(lab, bystander_pids)
+    survivor = "h01" if victim == "h00" else "h00"
+    failure = ended(lab, survivor)["failure"]
     assert (failure["host"], failure["rank"]) == (victim, None)
     assert lab.query()["failure"]["host"] == victim
 
 
 def test_a_stopped_rank_is_a_stall(lab: SshLab) -> None:
-    others = start(lab, runner={**QUICK, "hang_detection_timeout": 3})
-    os.kill(process(lab, lab.bed["h01"], "program.py"), signal.SIGSTOP)
-    clean(lab, others)
+    bystander_pids = start(lab, runner={**QUICK, "hang_detection_timeout": 3})
+    os.kill(find_pid(lab, lab.bed["h01"], "program.py"), signal.SIGSTOP)
+    wait_until_clean(lab, bystander_pids)
     failure = lab.query()["failure"]
     assert (failure["host"], failure["rank"]) == ("h01", 1)
     assert "SIGSTOP" in failure["reason"]
 
 
 def test_the_job_starts_again_everywhere(lab: SshLab) -> None:
-    others = start(lab, runner={"max_restarts": 2}, TOY_1_0="raise", TOY_STEPS="40")
-    clean(lab, others)
-    seen = lab.query()
-    assert (seen["state"], seen["attempt"], seen["attempts"]) == ("completed", 2, 3)
+    bystander_pids = start(lab, runner={"max_restarts": 2}, TOY_1_0="raise", TOY_STEPS="40")
+    wait_until_clean(lab, bystander_pids)
+    snapshot = lab.query()
+    assert (snapshot["state"], snapshot["attempt"], snapshot["attempts"]) == ("completed", 2, 3)
     assert "attempt 2 of 3" in lab.do("query").stdout

@@ -1,4 +1,4 @@
-"""Sixty-four hosts at once."""
+"""Test with sixty-four hosts at once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 @pytest.mark.bed(hosts=64)
 def test_sixty_four_hosts(lab: SshLab) -> None:
     lab.configure(runner={"start_timeout": 120})
-    done = lab.do("run")
-    assert done.returncode == 0, done.stderr
-    assert "64 rank(s) joined" in done.stdout
+    result = lab.do("run")
+    assert result.returncode == 0, result.stderr
+    assert "64 rank(s) joined" in result.stdout
     shown = lab.do("query").stdout
     assert "h[00-63]" in shown
-    # One host's script and all below it are killed: the rest of the job is brought down.
+    # One host's script and all its descendants are killed: the rest of the job is ended.
     victim = lab.bed["h17"]
     for process in lab.members(victim):
         victim.run(["kill", "-KILL", str(process.inner_pid)], check=False)

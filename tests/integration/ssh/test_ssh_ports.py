@@ -1,4 +1,4 @@
-"""The two ports at which hosts meet: taken, or behind a firewall."""
+"""Tests of the two rendezvous ports: in use, or blocked by a firewall."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ time.sleep(600)
 """
 
 
-def test_a_taken_port_of_the_agents_is_told_by_its_key(lab: SshLab) -> None:
+def test_agents_port_in_use_is_reported_with_its_key(lab: SshLab) -> None:
     lab.configure(runner={"liveness_port": 23457})
     host = lab.bed["h00"]
     program = "import socket, time; s = socket.create_server(('', 23457)); time.sleep(1000)"
@@ -29,16 +29,16 @@ def test_a_taken_port_of_the_agents_is_told_by_its_key(lab: SshLab) -> None:
     )
     try:
         until(lambda: "23457" in host.run(["ss", "-ltn"]).stdout)
-        done = lab.do("run")
-        assert done.returncode == 2
-        assert "runner.liveness_port: port 23457 of h00 is in use by process" in done.stderr
+        result = lab.do("run")
+        assert result.returncode == 2
+        assert "runner.liveness_port: port 23457 of h00 is in use by process" in result.stderr
     finally:
         listener.kill()
         listener.wait()
 
 
-def test_a_port_behind_a_firewall_is_told_when_a_host_does_not_join(lab: SshLab) -> None:
-    # The launcher does not wait: its own time would be over at the same moment.
+def test_blocked_port_is_reported_when_a_host_does_not_join(lab: SshLab) -> None:
+    # The launcher does not wait, because its own timeout would expire at the same moment.
     waits = {"liveness_port": 23457, "start_timeout": 4, "wait_for": "none"}
     lab.configure(WAITING, runner=waits)
     lab.bed["h00"].drop("tcp dport 23457")
@@ -48,11 +48,13 @@ def test_a_port_behind_a_firewall_is_told_when_a_host_does_not_join(lab: SshLab)
     until(lambda: not lab.orphans())
 
 
-def test_ranks_that_never_join_are_told_with_both_ports(lab: SshLab) -> None:
+def test_ranks_that_never_join_are_reported_with_both_ports(lab: SshLab) -> None:
     ports = {"master_port": 23450, "liveness_port": 23457}
     lab.configure(REPORTING, runner={**ports, "start_timeout": 6})
-    done = lab.do("run")
-    assert done.returncode == 1
-    assert "not every rank joined within 6 s" in done.stderr
-    assert "h00 at ports 23450 (runner.master_port) and 23457 (runner.liveness_port)" in done.stderr
+    result = lab.do("run")
+    assert result.returncode == 1
+    assert "not every rank joined within 6 s" in result.stderr
+    assert (
+        "h00 at ports 23450 (runner.master_port) and 23457 (runner.liveness_port)" in result.stderr
+    )
     assert lab.orphans() == {}

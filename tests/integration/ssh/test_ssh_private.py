@@ -1,4 +1,4 @@
-"""Hosts that share no file system with this machine."""
+"""Tests of hosts that share no file system with this machine."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ pytestmark = [
 ]
 
 
-def test_everything_is_written_there_and_fetched_from_there(lab: SshLab) -> None:
+def test_files_are_written_on_the_hosts_and_fetched(lab: SshLab) -> None:
     lab.configure(runner={"no_shared_fs": True}, envs={"PRIVATE_TOKEN": "s3cr3t"})
     lab.install()
-    done = lab.do("run")
-    assert done.returncode == 0, done.stderr
+    result = lab.do("run")
+    assert result.returncode == 0, result.stderr
     state = lab.state()
     for host, there in zip(state.hosts, lab.bed.hosts, strict=True):
         scripts = there.path(host.script.parent)
@@ -38,35 +38,35 @@ def test_everything_is_written_there_and_fetched_from_there(lab: SshLab) -> None
         assert rank.environment()["PRIVATE_TOKEN"] == "s3cr3t"
     until(lambda: (lab.query()["step"] or 0) > 1)
     lines = lab.do("logs").stdout.splitlines()
-    # Twice: what was fetched before is not fetched, or shown, again.
+    # Twice: data that was fetched before is not fetched or printed again.
     lines = lab.do("logs", "rank=1").stdout.splitlines()
     assert [line for line in lines if "works" in line] == ["h01:1: rank 1 works"]
-    living = page(lab)
+    living = write_page(lab)
     assert "lab may have gone on since" in living
     assert living.count(">running<") == 3, "the run and both hosts"
     assert lab.do("stop").returncode == 0
     assert lab.orphans() == {}
     assert lab.query()["state"] == "stopped"
     assert "s3cr3t" not in living
-    assert 'role="img"' in page(lab), "a run that was stopped has its curves"
+    assert 'role="img"' in write_page(lab), "a run that was stopped has its curves"
 
 
-def page(lab: SshLab) -> str:
-    """The page of the lab's run, as the command writes it."""
+def write_page(lab: SshLab) -> str:
+    """Return the report page of the lab's run, as the command writes it."""
     words = [sys.executable, "-m", "flagscale.cli", "report", lab.exp_dir, "--output", "page.html"]
     environment = lab.bed.environment(PYTHONPATH=str(PROJECT))
     subprocess.run(words, cwd=lab.root, env=environment, check=True, timeout=60)
     return (lab.root / "page.html").read_text(encoding="utf-8")
 
 
-def test_a_failure_is_told_with_its_traceback(lab: SshLab) -> None:
+def test_failure_is_reported_with_its_traceback(lab: SshLab) -> None:
     program = "import os, sys\nif os.environ['RANK'] == '1':\n    raise ValueError('bad luck')\n"
     lab.configure(program + "import time\ntime.sleep(60)\n", runner={"no_shared_fs": True})
     lab.install()
-    done = lab.do("run")
-    assert done.returncode == 1
-    assert "h01" in done.stderr
-    assert "bad luck" in done.stderr
+    result = lab.do("run")
+    assert result.returncode == 1
+    assert "h01" in result.stderr
+    assert "bad luck" in result.stderr
     until(lambda: not lab.orphans())
     again = lab.query()
     assert again["state"] == "failed"
@@ -77,13 +77,13 @@ def test_the_foreground_streams_and_ctrl_c_stops_all(lab: SshLab) -> None:
     lab.install()
     launcher = lab.start("test")
     assert launcher.stdout is not None
-    seen: set[str] = set()
-    while len(seen) < 2:
+    streamed: set[str] = set()
+    while len(streamed) < 2:
         line = launcher.stdout.readline()
         assert line, "the launcher ended"
         if "works" in line:
-            seen.add(line.partition(": ")[0])
-    assert seen == {"h00:0", "h01:1"}
+            streamed.add(line.partition(": ")[0])
+    assert streamed == {"h00:0", "h01:1"}
     launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=60)
     assert launcher.returncode == 130
@@ -102,7 +102,7 @@ def test_code_that_differs_is_refused_or_copied(bed: Bed, tmp_path: Path) -> Non
         lab.install()
         assert lab.do("run").returncode == 0
         assert lab.do("stop").returncode == 0
-        # An edit, a new file and a lost one on one host are found and put right.
+        # An edited, a new and a missing file on one host are detected and repaired.
         package = bed["h01"].path(elsewhere) / "flagscale"
         (package / "status.py").write_text("raise SystemExit(9)\n")
         (package / "stale.py").write_text("")
@@ -110,13 +110,13 @@ def test_code_that_differs_is_refused_or_copied(bed: Bed, tmp_path: Path) -> Non
         lab.configure(runner={"no_shared_fs": True, "build_dir": elsewhere})
         lab.install()
         checks = json.loads(lab.do("check", "json=true").stdout)
-        found = {check["hosts"]: check for check in checks if check["name"] == "code"}
-        assert found["h00"]["ok"]
-        assert not found["h01"]["ok"]
+        checks_by_host = {check["hosts"]: check for check in checks if check["name"] == "code"}
+        assert checks_by_host["h00"]["ok"]
+        assert not checks_by_host["h01"]["ok"]
         lab.configure(runner={"no_shared_fs": True, "build_dir": elsewhere, "sync": "code"})
         lab.install()
-        done = lab.do("run")
-        assert done.returncode == 0, done.stderr
+        result = lab.do("run")
+        assert result.returncode == 0, result.stderr
         assert not (package / "stale.py").exists()
         assert lab.do("stop").returncode == 0
         assert lab.orphans() == {}

@@ -1,4 +1,4 @@
-"""Runs over SSH from their start to their end."""
+"""Tests of runs over SSH from start to end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 
 
 class Screen:
-    """A command in a terminal of its own, and all that it has shown."""
+    """A command in its own terminal, and everything that it has displayed."""
 
     def __init__(self, lab: SshLab, action: str, *words: str) -> None:
         self._master, slave = pty.openpty()
@@ -34,7 +34,7 @@ class Screen:
         self.shown = ""
 
     def _read(self, seconds: float) -> bool:
-        """Take in what comes within this time; whether the terminal is still open."""
+        """Read output for this long; return True while the terminal is open."""
         if select.select([self._master], [], [], seconds)[0]:
             try:
                 self.shown += os.read(self._master, 1 << 16).decode(errors="replace")
@@ -59,14 +59,14 @@ class Screen:
 
 def test_run_query_logs_stop(lab: SshLab) -> None:
     lab.configure()
-    done = lab.do("run")
-    print(done.stdout, done.stderr)
-    assert done.returncode == 0, done.stderr
-    assert "2 rank(s) joined" in done.stdout
-    shown = lab.do("query")
-    assert shown.returncode == 0
-    assert "h[00-01]" in shown.stdout
-    assert "running" in shown.stdout
+    result = lab.do("run")
+    print(result.stdout, result.stderr)
+    assert result.returncode == 0, result.stderr
+    assert "2 rank(s) joined" in result.stdout
+    process = lab.do("query")
+    assert process.returncode == 0
+    assert "h[00-01]" in process.stdout
+    assert "running" in process.stdout
     lines = lab.do("logs").stdout.splitlines()
     assert [sum(f"rank {rank} works" in line for line in lines) for rank in (0, 1)] == [1, 1]
     again = lab.do("run")
@@ -98,12 +98,12 @@ def test_following_a_run_in_a_terminal(lab: SshLab) -> None:
 def test_following_without_a_terminal_ends_with_the_run(lab: SshLab) -> None:
     cmds = {"after_stop": "sleep 1.5; echo after it all"}
     lab.configure("import sys; sys.exit(7)\n", cmds=cmds)
-    done = lab.do("test")
-    assert done.returncode == 7
+    result = lab.do("test")
+    assert result.returncode == 7
     for name in lab.bed.names:
-        assert f"{name}: after it all" in done.stdout
-    assert "first failure: h0" in done.stderr
-    assert "exit code 7" in done.stderr
+        assert f"{name}: after it all" in result.stdout
+    assert "first failure: h0" in result.stderr
+    assert "exit code 7" in result.stderr
     followed = lab.do("query", "follow=true")
     assert followed.returncode == 1
     assert "failed" in followed.stdout
@@ -115,7 +115,7 @@ def test_a_host_alone_behind_ssh(lab: SshLab) -> None:
     assert lab.do("run").returncode == 0
     assert lab.members(lab.bed["h01"])
     assert not lab.members(lab.bed["h00"])
-    # A run beside it is refused, even by other hosts.
+    # A second run in the directory is rejected, even on other hosts.
     lab.configure(hostfile="h00 slots=1\n")
     refused = lab.do("run")
     assert refused.returncode == 1
@@ -136,7 +136,7 @@ def test_a_restart_keeps_the_output_of_the_run_before(lab: SshLab) -> None:
         assert "one" not in new.output.read_text()
 
 
-def test_a_run_whose_directory_is_gone_is_ended_by_its_id_on_every_host(
+def test_run_with_a_removed_directory_is_stopped_by_its_id(
     lab: SshLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(lab.root / "state"))
@@ -150,7 +150,7 @@ def test_a_run_whose_directory_is_gone_is_ended_by_its_id_on_every_host(
     assert refused.returncode == 1
     assert f"run {state.run_id} of lab is alive on h[00-01] in {lab.exp_dir}" in refused.stderr
 
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "flagscale.cli", "stop", state.run_id],
         cwd=lab.bed.directory,
         env={**lab.bed.environment(), "PYTHONPATH": str(PROJECT)},
@@ -159,29 +159,29 @@ def test_a_run_whose_directory_is_gone_is_ended_by_its_id_on_every_host(
         check=False,
         timeout=90,
     )
-    assert done.returncode == 0, done.stderr
-    assert f"run {state.run_id} of lab stopped in" in done.stdout
+    assert result.returncode == 0, result.stderr
+    assert f"run {state.run_id} of lab stopped in" in result.stdout
     assert not any(lab.members(host, state.run_id) for host in lab.bed.hosts)
     assert sleepers(lab.bed) == alive
 
 
-def test_a_command_on_hosts_of_unlike_sizes(lab: SshLab) -> None:
+def test_command_on_hosts_of_different_sizes(lab: SshLab) -> None:
     words = ["bash", "-c", 'echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE at $MASTER_ADDR"']
     task = {"type": "command", "command": words}
     lab.configure(hostfile="h00 slots=1\nh01 slots=8\n", task=task, runner={"nproc_per_node": 2})
-    done = lab.do("test")
-    assert done.returncode == 0, done.stderr
-    said = ("h00:0: 0/3 0/1 at h00", "h01:1: 1/3 0/2 at h00", "h01:2: 2/3 1/2 at h00")
-    assert set(said) <= set(done.stdout.splitlines())
-    # Once a host without a number, and as many scripts as before are shown as one.
+    result = lab.do("test")
+    assert result.returncode == 0, result.stderr
+    expected = ("h00:0: 0/3 0/1 at h00", "h01:1: 1/3 0/2 at h00", "h01:2: 2/3 1/2 at h00")
+    assert set(expected) <= set(result.stdout.splitlines())
+    # Hosts without a number are shown once, and identical scripts are shown as one.
     lab.configure(task=task, runner={"nproc_per_node": None})
-    shown = lab.do("dryrun").stdout
-    assert "# lab: 2 rank(s) on 2 host(s)" in shown
-    assert "# 2 hosts h[00-01]: 1 rank(s) each, one script but for" in shown
-    # Who is done waits for the others, and whoever fails ends them.
+    process = lab.do("dryrun").stdout
+    assert "# lab: 2 rank(s) on 2 host(s)" in process
+    assert "# 2 hosts h[00-01]: 1 rank(s) each, one script but for" in process
+    # Finished ranks wait for the others, and a failed one ends them.
     words[-1] = "((RANK)) || exit 0; sleep 1; exit 5"
     lab.configure(task=task, runner={"nproc_per_node": None})
-    done = lab.do("test")
-    assert done.returncode == 5, done.stdout
-    assert "first failure: h01: rank 1 ended with exit code 5" in done.stderr
+    result = lab.do("test")
+    assert result.returncode == 5, result.stdout
+    assert "first failure: h01: rank 1 ended with exit code 5" in result.stderr
     assert lab.orphans() == {}

@@ -1,4 +1,4 @@
-"""What a stop over SSH says of ranks that did not end, and of a disk that is full."""
+"""Tests of stops over SSH with ranks that do not end, and on a full disk."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def start(lab: SshLab, *, shared: bool = True) -> None:
     lab.configure(REPORTING, runner={"stop_grace": 2, "no_shared_fs": not shared})
     if not shared:
         lab.install()
-    done = lab.do("run")
-    assert done.returncode == 0, done.stderr
+    result = lab.do("run")
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize(
@@ -38,36 +38,38 @@ def test_a_rank_that_had_to_be_killed_is_named(lab: SshLab, shared: bool) -> Non
     members = [(p.pid, p.environment().get("RANK")) for p in lab.members(lab.bed["h00"])]
     (pid,) = [pid for pid, rank in members if rank == "1"]
     os.kill(pid, signal.SIGSTOP)
-    done = lab.do("stop")
-    assert done.returncode == 0, done.stderr
+    result = lab.do("stop")
+    assert result.returncode == 0, result.stderr
     assert lab.orphans() == {}
-    assert "stopped in" in done.stdout
+    assert "stopped in" in result.stdout
     assert (
         "warning: rank 1 on h00 did not end within the 2 s of runner.stop_grace and was killed; "
-        "what was not saved is lost" in done.stderr
+        "what was not saved is lost" in result.stderr
     )
 
 
 def test_a_stop_that_cannot_be_recorded_is_an_error_afterwards(lab: SshLab) -> None:
     start(lab)
-    done = lab.do("stop", under=["prlimit", "--fsize=0"])
+    result = lab.do("stop", under=["prlimit", "--fsize=0"])
     assert lab.orphans() == {}
-    assert done.returncode == 1
-    assert "stopped in" in done.stdout
+    assert result.returncode == 1
+    assert "stopped in" in result.stdout
     path = Layout(lab.exp_dir).state
-    assert f"could not be recorded: {path}: File too large" in done.stderr
+    assert f"could not be recorded: {path}: File too large" in result.stderr
 
 
 @pytest.mark.bed(hosts=3)
-def test_every_host_has_the_grace_period(lab: SshLab) -> None:
-    """A host's agent hears of a stop from the others as well: no second call to hurry."""
+def test_every_host_has_the_whole_grace_period(lab: SshLab) -> None:
+    """A host's agent is informed of the stop by the others as well; that must not count as a second
+    signal.
+    """
     save = f"open({str(lab.root)!r} + f'/saved_{{rank}}', 'w')"
     saving = f"lambda *_: (time.sleep(2), {save}, sys.exit(0))"
     lab.configure(STEADY.replace("lambda *_: sys.exit(0)", saving), runner={"stop_grace": 20})
-    done = lab.do("run")
-    assert done.returncode == 0, done.stderr
-    done = lab.do("stop")
-    assert (done.returncode, done.stderr) == (0, "")
+    result = lab.do("run")
+    assert result.returncode == 0, result.stderr
+    result = lab.do("stop")
+    assert (result.returncode, result.stderr) == (0, "")
     assert lab.orphans() == {}
     assert sorted(path.name for path in lab.root.glob("saved_*")) == [
         "saved_0",

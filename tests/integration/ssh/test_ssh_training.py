@@ -1,4 +1,4 @@
-"""Training on two machines gives what the same layout gives on one."""
+"""Tests that training on two machines gives the same results as the same layout on one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MESHES = {
         {"device_type": "SINGLE", "layers": [1]},
     ],
 }
-# What is left of them without the other host.
+# The remaining host after the loss of the other.
 SMALLER = {
     "enable_hetero": True,
     "hetero_process_meshes": [
@@ -32,17 +32,17 @@ SMALLER = {
 
 
 def configure(lab: SshLab, steps: int | None, system: dict[str, Any], **options: Any) -> None:
-    """A YAML that trains for so many steps, at most."""
+    """Write a YAML that trains for up to this many steps."""
     top = {"train": sections(steps, **system)}
     lab.configure(light=False, task={"entrypoint": str(PROGRAM)}, top=top, **options)
 
 
 def train(lab: SshLab, steps: int = 3, **options: Any) -> list[Step]:
-    """The steps of a run, and that it leaves nothing behind."""
+    """Return the steps of a run, and check that no process is left."""
     configure(lab, steps, options.pop("system", {}), **options)
-    done = lab.do("test", timeout=240)
-    assert done.returncode == 0, done.stderr + done.stdout
-    lines = done.stdout.splitlines()
+    result = lab.do("test", timeout=240)
+    assert result.returncode == 0, result.stderr + result.stdout
+    lines = result.stdout.splitlines()
     assert {line.partition(":")[0] for line in lines} >= {h.name for h in lab.state().hosts}
     assert lab.orphans() == {}
     return losses(lab)
@@ -54,19 +54,20 @@ def expect_equal(own: list[Step], expected: list[Step]) -> None:
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def alone(bed: Bed, directory: Path, steps: int) -> list[Step]:
-    """The steps of one machine."""
+def train_on_one_machine(bed: Bed, directory: Path, steps: int) -> list[Step]:
+    """Return the steps of a run on one machine."""
     here = {"type": "local", "hostfile": None, "nproc_per_node": 2}
     with ssh_lab(bed, directory) as lab:
-        found = train(lab, steps, runner=here)
-    assert [step for step, _, _ in found] == list(range(1, steps + 1))
-    return found
+        losses = train(lab, steps, runner=here)
+    assert [step for step, _, _ in losses] == list(range(1, steps + 1))
+    return losses
 
 
-def test_hosts_train_as_one_machine_does(bed: Bed, tmp_path: Path) -> None:
-    """Two alike, and two of unlike types that hold a stage each, of which one is then lost: the
-    other goes on with both stages."""
-    expected = alone(bed, tmp_path / "one", 40)
+def test_hosts_train_like_one_machine(bed: Bed, tmp_path: Path) -> None:
+    """Two identical hosts; and two of different types with one stage each, one of which is lost:
+    the other continues with both stages.
+    """
+    expected = train_on_one_machine(bed, tmp_path / "one", 40)
     with ssh_lab(bed, tmp_path / "two") as two, ssh_lab(bed, tmp_path / "unlike") as unlike:
         assert train(two) == expected[:3]
         assert {h.boot_id is not None for h in two.state().hosts} == {True}
@@ -74,9 +75,9 @@ def test_hosts_train_as_one_machine_does(bed: Bed, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_hosts_choose_their_meshes(bed: Bed, tmp_path: Path) -> None:
-    """Of which the hostfile says the types alone."""
-    expected = alone(bed, tmp_path / "one", 3)
+def test_meshes_are_chosen_from_device_types(bed: Bed, tmp_path: Path) -> None:
+    """The hostfile contains only the types."""
+    expected = train_on_one_machine(bed, tmp_path / "one", 3)
     with ssh_lab(bed, tmp_path / "two") as lab:
         choose_meshes(lab, expected)
 
@@ -87,13 +88,13 @@ def choose_meshes(lab: SshLab, expected: list[Step]) -> None:
     expect_equal(train(lab, system=system, hostfile=types), expected)
     first = lab.state().hosts[0]
     assert first.name == "h00"
-    said = first.output.read_text()
-    assert "to choose between" in said
-    assert "by measured times a step takes" in said
+    output = first.output.read_text()
+    assert "to choose between" in output
+    assert "by measured times a step takes" in output
 
 
 def lose_a_host(lab: SshLab, expected: list[Step]) -> None:
-    """Train on two meshes, lose the host of the second, and go on without it."""
+    """Train on two meshes, lose the host of the second one, and continue without it."""
     types = "h00 slots=1 type=SINGLE\nh01 slots=2 type=PAIR\n"
     checkpoints = str(lab.exp_dir / "checkpoints")
     saving = {"save_interval": 2, "save": checkpoints, "load": checkpoints}

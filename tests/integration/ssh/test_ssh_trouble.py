@@ -1,4 +1,6 @@
-"""Hosts in trouble: each is named with what is wrong, the others are left clean."""
+"""Tests of faulty hosts: each is reported with its problem, and the others are left without
+processes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import pytest
 from support.launch_lab import until
 from support.ssh_lab import STEADY, SshLab, bystanders, sleepers
 
-from flagscale.launcher.failures import job_record
+from flagscale.launcher.failures import read_job_record
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
@@ -30,9 +32,9 @@ BAD = {
 @pytest.mark.bed(hosts=["fine", *BAD])
 def test_hosts_that_cannot_be_reached_are_named_and_nothing_starts(lab: SshLab) -> None:
     lab.configure()
-    known = lab.bed.known_hosts.read_text().splitlines()
+    output = lab.bed.known_hosts.read_text().splitlines()
     lab.bed.known_hosts.write_text(
-        "".join(f"{line}\n" for line in known if not line.startswith("unknown,"))
+        "".join(f"{line}\n" for line in output if not line.startswith("unknown,"))
     )
     lab.bed["unplugged"].link("down")
     lab.bed["filtered"].drop()
@@ -41,24 +43,24 @@ def test_hosts_that_cannot_be_reached_are_named_and_nothing_starts(lab: SshLab) 
     with lab.bed.ssh_config.open("a") as config:
         config.write("  ConnectTimeout 3\n")
     for words in ((), ("experiment.runner.preflight=false", "experiment.runner.master_port=23456")):
-        done = lab.do("run", *words)
-        assert done.returncode == 3
-        for name, said in BAD.items():
-            assert any(text in done.stderr for text in said), (name, done.stderr)
-        assert "fine:" not in done.stderr
+        result = lab.do("run", *words)
+        assert result.returncode == 3
+        for name, message in BAD.items():
+            assert any(text in result.stderr for text in message), (name, result.stderr)
+        assert "fine:" not in result.stderr
         assert all(not host.find("program.py") for host in lab.bed.hosts)
 
 
 def test_a_changed_host_key_in_the_middle_of_a_run(lab: SshLab) -> None:
     lab.configure(runner={"on_failure": "leave"})
-    others = bystanders(lab.bed)
+    bystander_pids = bystanders(lab.bed)
     assert lab.do("run").returncode == 0
-    known = lab.bed.known_hosts.read_text()
+    output = lab.bed.known_hosts.read_text()
     lab.bed["h01"].change_host_key()
     assert lab.do("check").returncode == 3
-    shown = lab.do("query")
-    assert shown.returncode == 3
-    assert "h01: HOST KEY HAS CHANGED" in shown.stdout
+    result = lab.do("query")
+    assert result.returncode == 3
+    assert "h01: HOST KEY HAS CHANGED" in result.stdout
     stopped = lab.do("stop")
     assert stopped.returncode == 3
     assert "h01" in stopped.stderr
@@ -66,21 +68,21 @@ def test_a_changed_host_key_in_the_middle_of_a_run(lab: SshLab) -> None:
     assert not lab.members(lab.bed["h00"])
     # The user looks into it, and trusts the new key.
     public = (lab.bed["h01"].directory / "hostkey.pub").read_text().strip()
-    trusted = [line for line in known.splitlines() if not line.startswith("h01,")]
+    trusted = [line for line in output.splitlines() if not line.startswith("h01,")]
     lab.bed.known_hosts.write_text("\n".join([*trusted, f"h01,10.77.0.2 {public}"]) + "\n")
     assert lab.do("stop").returncode == 0
     assert lab.orphans() == {}
-    assert sleepers(lab.bed) == others
+    assert sleepers(lab.bed) == bystander_pids
 
 
-def test_a_dead_sshd_hides_a_run_and_does_not_end_it(lab: SshLab) -> None:
+def test_dead_sshd_makes_a_run_unreachable_but_not_ended(lab: SshLab) -> None:
     lab.configure()
     assert lab.do("run").returncode == 0
     host = lab.bed["h01"]
     host.stop_sshd()
-    shown = lab.do("query")
-    assert shown.returncode == 3
-    assert "h01: connection refused" in shown.stdout
+    result = lab.do("query")
+    assert result.returncode == 3
+    assert "h01: connection refused" in result.stdout
     assert len(lab.members(host)) > 1
     host.start_sshd()
     assert lab.query()["state"] == "running"
@@ -91,9 +93,9 @@ def test_a_dead_sshd_hides_a_run_and_does_not_end_it(lab: SshLab) -> None:
 def test_a_wrong_clock_is_refused(lab: SshLab) -> None:
     lab.configure()
     lab.bed["h01"].skew_clock(3600)
-    done = lab.do("run")
-    assert done.returncode == 2
-    assert re.search(r"clock \(h01\): (3599|3600|3601) s ahead of ours", done.stderr)
+    result = lab.do("run")
+    assert result.returncode == 2
+    assert re.search(r"clock \(h01\): (3599|3600|3601) s ahead of ours", result.stderr)
     assert not lab.bed["h00"].find("program.py")
 
 
@@ -105,8 +107,8 @@ def test_a_wrong_clock_does_not_confuse_the_order_of_failures(lab: SshLab) -> No
     lab.configure(program, runner={"preflight": False, "on_failure": "leave"})
     lab.bed["h01"].skew_clock(3600)
     assert lab.do("test").returncode == 7
-    seen = lab.query()
-    assert (seen["state"], seen["failure"]["host"]) == ("failed", "h01")
+    snapshot = lab.query()
+    assert (snapshot["state"], snapshot["failure"]["host"]) == ("failed", "h01")
     assert lab.orphans() == {}
 
 
@@ -117,12 +119,12 @@ def test_a_host_that_loses_power(lab: SshLab) -> None:
     assert lab.do("run").returncode == 0
     lab.bed["h01"].cut_power()
     until(lambda: not lab.members(lab.bed["h00"]), 30)
-    shown = lab.do("query", "json=true")
-    assert shown.returncode == 3
-    seen = json.loads(shown.stdout)
-    assert [row["state"] for row in seen["hosts"]] == ["failed", "unreachable"]
-    assert seen["failure"]["host"] == "h01"
-    assert "no word from its agent for 3 s" in seen["failure"]["reason"]
+    result = lab.do("query", "json=true")
+    assert result.returncode == 3
+    record = json.loads(result.stdout)
+    assert [row["state"] for row in record["hosts"]] == ["failed", "unreachable"]
+    assert record["failure"]["host"] == "h01"
+    assert "no word from its agent for 3 s" in record["failure"]["reason"]
 
 
 def test_a_link_that_is_cut_while_the_launcher_waits(lab: SshLab) -> None:
@@ -132,15 +134,15 @@ def test_a_link_that_is_cut_while_the_launcher_waits(lab: SshLab) -> None:
         config.write("  ConnectTimeout 3\n")
     launcher = lab.start("run")
     until(lambda: lab.exp_dir.joinpath("logs", "state.json").exists(), 60)
-    until(lambda: job_record(lab.state().hosts).get("hosts", {}).get("1") == "starting", 60)
+    until(lambda: read_job_record(lab.state().hosts).get("hosts", {}).get("1") == "starting", 60)
     lab.bed["h01"].link("down")
-    said = launcher.communicate(timeout=100)[0]
+    output = launcher.communicate(timeout=100)[0]
     assert launcher.returncode == 1
-    assert "failed: h01: was lost: no word from its agent for 3 s" in said
+    assert "failed: h01: was lost: no word from its agent for 3 s" in output
     until(lambda: not lab.orphans(), 30)
 
 
-def test_a_taken_port_is_named_with_its_holder(lab: SshLab) -> None:
+def test_port_in_use_is_reported_with_its_process(lab: SshLab) -> None:
     lab.configure(runner={"master_port": 23456})
     host = lab.bed["h00"]
     program = "import socket, time; s = socket.create_server(('', 23456)); time.sleep(1000)"
@@ -149,9 +151,9 @@ def test_a_taken_port_is_named_with_its_holder(lab: SshLab) -> None:
     )
     try:
         until(lambda: "23456" in host.run(["ss", "-ltn"]).stdout)
-        done = lab.do("run")
-        assert done.returncode == 2
-        assert "port 23456 of h00 is in use by process" in done.stderr
+        result = lab.do("run")
+        assert result.returncode == 2
+        assert "port 23456 of h00 is in use by process" in result.stderr
     finally:
         listener.kill()
         listener.wait()
@@ -164,10 +166,10 @@ def test_a_full_disk(lab: SshLab) -> None:
     host = lab.bed["h01"]
     host.small_disk(lab.exp_dir, 1)
     host.fill_disk(lab.exp_dir)
-    done = lab.do("run")
-    assert done.returncode == 2
-    assert "exp_dir (h01)" in done.stderr
-    assert "make room" in done.stderr
+    result = lab.do("run")
+    assert result.returncode == 2
+    assert "exp_dir (h01)" in result.stderr
+    assert "make room" in result.stderr
     unchecked = lab.do("run", "experiment.runner.preflight=false")
     assert unchecked.returncode == 3
     assert "h01: the script could not be started" in unchecked.stderr
@@ -176,8 +178,8 @@ def test_a_full_disk(lab: SshLab) -> None:
 
 
 @pytest.mark.bed(hosts=2, root="private", shared=[])
-def test_disks_that_fill_up_in_the_middle_of_a_run(lab: SshLab) -> None:
-    """Who watches the job needs no disk for that, and finds room to tell how it ended."""
+def test_disks_that_fill_up_during_a_run(lab: SshLab) -> None:
+    """The agent needs no disk space to supervise the job, and makes room to record its end."""
     lab.configure(runner={"no_shared_fs": True})
     lab.install()
     for host in lab.bed.hosts:
@@ -189,9 +191,9 @@ def test_disks_that_fill_up_in_the_middle_of_a_run(lab: SshLab) -> None:
     rank = max(p.pid for p in lab.members(lab.bed["h01"]) if "program.py" in str(p.argv))
     os.kill(rank, signal.SIGKILL)
     until(lambda: not lab.orphans())
-    seen = lab.query()
-    assert (seen["state"], seen["failure"]["host"]) == ("failed", "h01")
-    assert {row["host"]: row["state"] for row in seen["hosts"]} == {
+    snapshot = lab.query()
+    assert (snapshot["state"], snapshot["failure"]["host"]) == ("failed", "h01")
+    assert {row["host"]: row["state"] for row in snapshot["hosts"]} == {
         "h00": "failed",
         "h01": "failed",
     }
@@ -199,13 +201,13 @@ def test_disks_that_fill_up_in_the_middle_of_a_run(lab: SshLab) -> None:
 
 
 @pytest.mark.bed(hosts=1, root="private", shared=[])
-def test_a_python_that_is_not_there(lab: SshLab) -> None:
+def test_missing_python(lab: SshLab) -> None:
     lab.configure(runner={"no_shared_fs": True, "python": "/opt/no such/python"})
     lab.install()
-    done = lab.do("run")
-    assert done.returncode == 2
-    assert "python (h00)" in done.stderr
-    assert "/opt/no such/python" in done.stderr
+    result = lab.do("run")
+    assert result.returncode == 2
+    assert "python (h00)" in result.stderr
+    assert "/opt/no such/python" in result.stderr
     unchecked = lab.do("run", "experiment.runner.preflight=false")
     assert unchecked.returncode == 1
     assert "/opt/no such/python" in unchecked.stderr
@@ -229,7 +231,7 @@ def test_stopping_from_elsewhere_needs_no_config_but_the_directory(
 ) -> None:
     lab.configure()
     assert lab.do("run").returncode == 0
-    # Another hostfile, another program: what was started is what is stopped.
+    # With another hostfile and program: the started run is the one that is stopped.
     (lab.root / "hostfile").write_text("h00 slots=1\n")
     (lab.root / "program.py").write_text("")
     assert lab.do("stop", f"experiment.exp_dir={os.fspath(lab.exp_dir)}").returncode == 0

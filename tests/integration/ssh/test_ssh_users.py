@@ -1,4 +1,4 @@
-"""Accounts on the hosts that are not root's."""
+"""Tests with accounts on the hosts that are not root's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOSTFILE = f"h[00-01] slots=1 user={USER}\n"
 
 
 def open_python(host: Host) -> None:
-    """Let everybody on a host run its Python, wherever that is installed."""
+    """Let all users of a host run its Python, wherever it is installed."""
     for program in {Path(sys.executable), Path(sys.executable).resolve()}:
         host.run(["chmod", "a+x", *program.parents])
 
@@ -39,18 +39,18 @@ def test_an_ordinary_user_runs_queries_and_stops(lab: SshLab) -> None:
         open_python(host)
         host.run(["chown", "-R", USER, lab.root])
     uid = int(lab.bed[0].run(["id", "-u", USER]).stdout)
-    done = lab.do("run")
-    assert done.returncode == 0, done.stderr
+    result = lab.do("run")
+    assert result.returncode == 0, result.stderr
     for host in lab.bed.hosts:
         members = lab.members(host)
         assert len(members) > 1
         assert {Path(f"/proc/{member.pid}").stat().st_uid for member in members} == {uid}
-        (kept,) = host.path(f"/home/{USER}/.cache/flagscale/hosts").iterdir()
-        assert owner(kept) == (uid, 0o600)
-        assert owner(kept.parent) == (uid, 0o700)
+        (cache_file,) = host.path(f"/home/{USER}/.cache/flagscale/hosts").iterdir()
+        assert owner(cache_file) == (uid, 0o600)
+        assert owner(cache_file.parent) == (uid, 0o700)
     until(lambda: (lab.query()["step"] or 0) > 1)
     assert any("rank 1 works" in line for line in lab.do("logs").stdout.splitlines())
-    # This one finds what the first preflight has left.
+    # This preflight uses the cache of the first one.
     again = lab.do("run")
     assert again.returncode == 2
     assert f"is alive in {lab.exp_dir} (since" in again.stderr
@@ -59,8 +59,8 @@ def test_an_ordinary_user_runs_queries_and_stops(lab: SshLab) -> None:
     assert lab.orphans() == {}
 
 
-def test_checkpoints_go_where_the_user_may_write(lab: SshLab) -> None:
-    """As each host's own answer has it, for the directories that training itself uses."""
+def test_checkpoints_are_written_where_the_user_may_write(lab: SshLab) -> None:
+    """According to each host's own check of the directories that training uses."""
     model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
     train = {
         "system": {
@@ -88,19 +88,19 @@ def test_checkpoints_go_where_the_user_may_write(lab: SshLab) -> None:
     lab.bed["h01"].run(["chown", "root", lab.root / "kept"])
     lab.bed["h00"].run(["truncate", "-s1", lab.root / "base" / "iter_0000004" / "a"])
     lab.bed["h01"].run(["rm", "-r", lab.root / "base" / "iter_0000002"])
-    done = lab.do("check", "json=true")
-    assert done.returncode == 2
-    checks = json.loads(done.stdout)
-    found = {(one["name"], one["hosts"]): one["found"] for one in checks}
-    assert found["save", "h00"].startswith(f"{lab.root / 'kept' / 'x'}: ")
-    assert found["save", "h01"] == f"{lab.root / 'kept'} is not writable for user {USER}"
-    assert ("data_cache_path", "h00") in found
-    assert ("data_cache_path", "h01") not in found
-    assert found["load", "h00"] == (
+    result = lab.do("check", "json=true")
+    assert result.returncode == 2
+    checks = json.loads(result.stdout)
+    results = {(check["name"], check["hosts"]): check["found"] for check in checks}
+    assert results["save", "h00"].startswith(f"{lab.root / 'kept' / 'x'}: ")
+    assert results["save", "h01"] == f"{lab.root / 'kept'} is not writable for user {USER}"
+    assert ("data_cache_path", "h00") in results
+    assert ("data_cache_path", "h01") not in results
+    assert results["load", "h00"] == (
         f"iteration 2 in {lab.root / 'base'}; finetune: the weights alone; training starts from "
         "step 0; passed over iter_0000004: a has 1 bytes, expected 100"
     )
-    assert found["load", "h01"] == f"{lab.root / 'base'}/iter_0000002 is not there"
+    assert results["load", "h01"] == f"{lab.root / 'base'}/iter_0000002 is not there"
 
 
 def test_a_directory_that_the_user_may_not_write_is_refused(lab: SshLab) -> None:
@@ -109,10 +109,10 @@ def test_a_directory_that_the_user_may_not_write_is_refused(lab: SshLab) -> None
     for host in lab.bed.hosts:
         open_python(host)
     lab.bed["h00"].run(["chown", "-R", USER, lab.root])
-    done = lab.do("run")
-    assert done.returncode == 2
-    assert f"exp_dir (h01): {lab.root} is not writable for user {USER}" in done.stderr
-    assert "(h00" not in done.stderr
+    result = lab.do("run")
+    assert result.returncode == 2
+    assert f"exp_dir (h01): {lab.root} is not writable for user {USER}" in result.stderr
+    assert "(h00" not in result.stderr
     unchecked = lab.do("run", "experiment.runner.preflight=false")
     assert unchecked.returncode == 3
     assert "h01: the script could not be started" in unchecked.stderr

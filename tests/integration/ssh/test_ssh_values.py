@@ -1,4 +1,4 @@
-"""What a YAML says reaches each host as it was written, and only the host that it is for."""
+"""Tests that values of a YAML reach exactly the hosts that they are for, unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.ssh_lab import SshLab, ssh_lab
 
 pytestmark = pytest.mark.integration
 
-# Writes down what it was given, beside its exp_dir.
+# Writes its arguments and environment to a file next to its exp_dir.
 SHOW = """\
 import json, os, sys
 from pathlib import Path
@@ -50,8 +50,8 @@ def test_hostile_values_and_paths(bed: Bed, tmp_path: Path) -> None:
     root = tmp_path / "a b 'c' \"d\" $e,f;g 机器"
     with ssh_lab(bed, root) as lab:
         lab.configure(SHOW, envs={**HOSTILE, "API_TOKEN": "s'3\"c$r`3\nt"})
-        done = lab.do("run")
-        assert done.returncode == 0, done.stderr
+        result = lab.do("run")
+        assert result.returncode == 0, result.stderr
         for rank in (0, 1):
             environment = seen(lab, rank)["env"]
             assert {name: environment[name] for name in HOSTILE} == HOSTILE
@@ -67,15 +67,15 @@ LONG_NAME = "node-with-a-very-long-name." + "x" * 33
 @pytest.mark.bed(hosts=["N-1.rack-2.x", LONG_NAME])
 def test_hostile_host_names(lab: SshLab) -> None:
     lab.configure(SHOW)
-    done = lab.do("test")
-    assert done.returncode == 0, done.stderr
-    prefixes = {line.split(":")[0] for line in done.stdout.splitlines()}
+    result = lab.do("test")
+    assert result.returncode == 0, result.stderr
+    prefixes = {line.split(":")[0] for line in result.stdout.splitlines()}
     assert prefixes >= {"N-1.rack-2.x", LONG_NAME}
     assert [seen(lab, rank)["env"]["RANK"] for rank in (0, 1)] == ["0", "1"]
 
 
 @pytest.mark.bed(hosts=3)
-def test_types_and_hosts_have_their_own_values_and_no_other_host_gets_them(lab: SshLab) -> None:
+def test_values_of_types_and_hosts_reach_no_other_host(lab: SshLab) -> None:
     link = lab.root / "venv" / "bin" / "python"
     link.parent.mkdir(parents=True)
     link.write_text(f'#!/bin/sh\nVIA=venv exec {shlex.quote(lab.command()[0])} "$@"\n')
@@ -100,11 +100,11 @@ def test_types_and_hosts_have_their_own_values_and_no_other_host_gets_them(lab: 
             },
         },
     )
-    shown = lab.do("dryrun").stdout
-    assert "#   node_specific.h01.model.num_workers" in shown
-    assert "#   envs.node_specific.h02" in shown
-    done = lab.do("run")
-    assert done.returncode == 0, done.stderr
+    result = lab.do("dryrun").stdout
+    assert "#   node_specific.h01.model.num_workers" in result
+    assert "#   envs.node_specific.h02" in result
+    process = lab.do("run")
+    assert process.returncode == 0, process.stderr
     first, second, third = (seen(lab, rank) for rank in range(3))
     for record, words in (
         (first, ["--num-workers", "4", "--shared", "a b"]),
@@ -124,23 +124,23 @@ def test_types_and_hosts_have_their_own_values_and_no_other_host_gets_them(lab: 
 def test_ranks_meet_in_the_fabric(lab: SshLab) -> None:
     hostfile = "h[00-01] slots=1 addr=10.78.0.[1-2] user=root port=22\n"
     lab.configure(SHOW, hostfile=hostfile)
-    done = lab.do("run")
-    assert done.returncode == 0, done.stderr
+    result = lab.do("run")
+    assert result.returncode == 0, result.stderr
     for rank in (0, 1):
         environment = seen(lab, rank)["env"]
         assert environment["GLOO_SOCKET_IFNAME"] == "fab0"
         assert environment["NCCL_SOCKET_IFNAME"] == "=fab0"
     script = (lab.exp_dir / "logs" / "scripts" / "host_1_h01_run.sh").read_text()
     assert "--master_addr 10.78.0.1" in script
-    shown = json.loads(lab.do("check", "json=true").stdout)
-    assert "fab0 reaches 10.78.0.1" in [check["found"] for check in shown]
+    process = json.loads(lab.do("check", "json=true").stdout)
+    assert "fab0 reaches 10.78.0.1" in [check["found"] for check in process]
 
 
 @pytest.mark.bed(hosts=["gate", "h01", "h02"])
 def test_hosts_behind_a_jump_host(lab: SshLab) -> None:
     hostfile = "h01 slots=1 proxy=gate\nh02 slots=1 proxy=root@gate:22\n"
     lab.configure(SHOW, hostfile=hostfile)
-    done = lab.do("run")
-    assert done.returncode == 0, done.stderr
+    result = lab.do("run")
+    assert result.returncode == 0, result.stderr
     until(lambda: lab.query()["state"] == "completed")
     assert lab.do("stop").returncode == 0

@@ -1,13 +1,14 @@
-"""Trains the same tiny model in many parallel layouts and writes down loss and gradient norm.
+"""Train a tiny model in many parallel layouts and write losses and gradient norms.
 
 usage: layout_worker.py CASES.json RESULTS.json [cpu | cuda]
 
 CASES is a list of {"id", "world", "argv", "backend", "clusters", "overflow", "graphs"}; the last
-four may be missing. "overflow" is [rank, step]: a gradient of that rank is infinite in that step.
-"graphs": layers are compiled as far as graphs go.
-Importing torch and megatron.core takes longer than the training, so on a CPU this process imports
-once and forks the ranks; cases of one world size and backend share their ranks, which lay the
-process groups out anew for each. "clusters" is fsccl's way to divide ranks by hand.
+four are optional. "overflow" is [rank, step]: a gradient of that rank is infinite in that step.
+"graphs": layers are traced and compiled. "clusters" divides the ranks into nodes for fsccl.
+
+Importing torch and megatron.core takes longer than training. On a CPU this process imports them
+once and forks the ranks. Cases with equal world size and backend share their ranks, which create
+the process groups of each case.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from support.forked_ranks import Record, forget_layout, run_world
+from support.forked_ranks import Record, reset_megatron_state, run_forked_ranks
 
 
 def main() -> None:
@@ -38,103 +39,115 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     if kind == "cpu":
-        # So that the forked ranks need not. On a GPU the import starts CUDA, which cannot be used
-        # after a fork.
+        # Imported before forking. On a GPU the import would initialize CUDA, which does not support
+        # fork.
         import torch._dynamo.exc  # noqa: F401
 
-    for shared in sorted({setting(case) for case in cases}):
-        own = [case for case in cases if setting(case) == shared]
-        world, backend, clusters, _ = shared
-        results.update(run_world(world, partial(run_rank, own, backend, clusters)))
+    for settings in sorted({shared_settings(case) for case in cases}):
+        group_cases = [case for case in cases if shared_settings(case) == settings]
+        world, backend, clusters, _ = settings
+        results.update(run_forked_ranks(world, partial(run_rank, group_cases, backend, clusters)))
         Path(sys.argv[2]).write_text(json.dumps(results))
 
 
-def setting(case: dict[str, Any]) -> tuple[int, str, str, bool]:
-    """World size, backend, clusters and graphs: what cases must have in common to share ranks."""
+def shared_settings(case: dict[str, Any]) -> tuple[int, str, str, bool]:
+    """Return the properties that cases must have in common to share ranks: world size, backend,
+    clusters and graphs.
+    """
     graphs = bool(case.get("graphs"))
     return case["world"], case.get("backend", "auto"), case.get("clusters", ""), graphs
 
 
 def run_rank(cases: list[dict[str, Any]], backend: str, clusters: str) -> Iterator[Record]:
-    """The life of a rank."""
+    """Run the cases on a rank of the world."""
     if clusters:
         os.environ["FSCCL_CLUSTERS"] = clusters
     from flagscale.train import distributed
-    from flagscale.train.device import choose
+    from flagscale.train.device import choose_device
 
-    rank = distributed.Rank.from_environment()
-    device = choose("auto", rank.local_rank)
-    distributed.join(rank, device, backend=backend, timeout_minutes=2)
+    rank = distributed.RankIdentity.from_environment()
+    device = choose_device("auto", rank.local_rank)
+    distributed.init_default_group(rank, device, backend=backend, timeout_minutes=2)
     for case in cases:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = train(case, rank, device)
-        said = {str(warning.message) for warning in caught}
-        found["uncompiled"] = [text for text in said if "layers are not compiled" in text]
-        yield case["id"], found
-    distributed.leave()
+            result = train_case(case, rank, device)
+        messages = {str(warning.message) for warning in caught}
+        result["uncompiled"] = [text for text in messages if "layers are not compiled" in text]
+        yield case["id"], result
+    distributed.destroy_groups()
 
 
-def train(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
-    """Norm, and by name spread and mean, of the initial weights, losses and gradient norms of the
-    steps, and the validation loss after them."""
-    from flagscale.config.arguments.parser import parse_arguments
-    from flagscale.config.arguments.resolve import of_rank, resolve
+def train_case(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
+    """Train a case.
+
+    Returns standard deviation and mean of the initial weights by name, their norm, losses and
+    gradient norms of the steps, the validation loss, and further values that tests check.
+    """
+    from flagscale.config.arguments.derive import derive_arguments, rank_arguments
+    from flagscale.config.arguments.spec.parser import parse_arguments
     from flagscale.train import distributed, recompute
-    from flagscale.train.build import build_state, model_vocabulary, vocabulary_size
+    from flagscale.train.build import build_state, padded_vocabulary_size, vocabulary_size
     from flagscale.train.data.datasets import build_data_iterators
     from flagscale.train.data.tokenizers import build_tokenizer
-    from flagscale.train.layers.overlapped import hide_exchanges
-    from flagscale.train.meshes.splitting import settle
-    from flagscale.train.models.config import transformer_config
-    from flagscale.train.models.initialize import global_parameters
-    from flagscale.train.models.provider import parameters_of
-    from flagscale.train.norms import parameters_norm
-    from flagscale.train.readings import Readings
-    from flagscale.train.step import Stepper, gathered
+    from flagscale.train.deferred_metrics import DeferredMetrics
+    from flagscale.train.layers.tp_comm_overlap import enable_overlap
+    from flagscale.train.meshes.auto_layout import resolve_auto_layout
+    from flagscale.train.models.config import build_transformer_config
+    from flagscale.train.models.initialize import iter_global_parameters
+    from flagscale.train.models.provider import list_parameters
+    from flagscale.train.parameter_norm import compute_parameters_norm
+    from flagscale.train.step import Stepper, gathered_parameters
 
-    args = of_rank(resolve(parse_arguments(case["argv"]), rank.world_size), rank.rank)
-    groups = distributed.lay_out(args)
+    args = rank_arguments(
+        derive_arguments(parse_arguments(case["argv"]), rank.world_size), rank.rank
+    )
+    groups = distributed.init_model_parallel(args)
     tokenizer = build_tokenizer(args)
     size = vocabulary_size(args, tokenizer)
-    args, groups = settle(args, groups, size, device, lambda line: None)
-    vocabulary = model_vocabulary(args, tokenizer)
+    args, groups = resolve_auto_layout(args, groups, size, device, lambda line: None)
+    vocabulary = padded_vocabulary_size(args, tokenizer)
     recomputes = args.recompute_granularity in ("full", "auto")
-    args = recompute.settle(args, vocabulary, device, lambda line: None)
-    config = transformer_config(args, device)
+    args = recompute.resolve_auto_recompute(args, vocabulary, device, lambda line: None)
+    config = build_transformer_config(args, device)
     state = build_state(args, config, vocabulary, device)
-    if args.tp_comm_overlap and device.is_host:  # which hides nothing, and computes the same
+    # On a CPU nothing is overlapped, but the same operators run.
+    if args.tp_comm_overlap and device.is_host:
         for model in state.modules():
-            hide_exchanges(model, device)
+            enable_overlap(model, device)
     if case.get("graphs"):
-        compile_for_real(state.modules())
-    by_hand = compute_by_hand(args, state, config, tokenizer)
+        compile_layers_on_cpu(state.modules())
+    reference_values = compute_reference(args, state, config, tokenizer)
     data = build_data_iterators(args, tokenizer, state.progress, chunks=len(state.chunks))
-    weights = global_parameters(state.modules()[0], config)
-    spread = {name: [float(weight.std()), float(weight.mean())] for name, weight in weights}
-    norm = parameters_norm(state.chunks)
+    weights = iter_global_parameters(state.modules()[0], config)
+    weight_statistics = {
+        name: [float(weight.std()), float(weight.mean())] for name, weight in weights
+    }
+    norm = compute_parameters_norm(state.chunks)
     stepper = Stepper(args, config, state, device, groups=groups)
-    readings, scales, further = Readings(), [], list[float]()
-    layers = Layers(state.modules()) if recomputes else None
-    poisoned, at = case.get("overflow") or (None, None)
+    deferred_metrics, scales, mtp_losses = DeferredMetrics(), [], list[float]()
+    layer_counter = LayerCounter(state.modules()) if recomputes else None
+    overflow_rank, overflow_step = case.get("overflow") or (None, None)
     for step in range(args.train_iters):
-        with infinite_gradient(state.modules()[0], step == at and rank.rank == poisoned):
-            readings.add(*stepper.train(data.train, stop=(False, False)))
-        further += stepper.further.take().values()
+        with infinite_gradient(
+            state.modules()[0], step == overflow_step and rank.rank == overflow_rank
+        ):
+            deferred_metrics.add(*stepper.train(data.train, stop=(False, False)))
+        mtp_losses += stepper.mtp_losses.pop_averages().values()
         scales.append(float(state.optimizer.get_loss_scale()))
-    found = list(readings.take(leave=0))
-    routers = stepper.routers.take()
-    with gathered(args, state.chunks):
+    step_metrics = list(deferred_metrics.pop_completed(keep_newest=0))
+    routers = stepper.router_losses.pop_averages()
+    with gathered_parameters(args, state.chunks):
         validation = stepper.evaluate(data.valid, 1)
-    recomputed = everywhere(layers.counted) if layers else None
-    scales = everywhere(scales) if args.fp16 else None
-    forget_layout()
+    recomputed = gather_from_ranks(layer_counter.counts) if layer_counter else None
+    scales = gather_from_ranks(scales) if args.fp16 else None
+    reset_megatron_state()
     return {
-        "initial": spread,
+        "initial": weight_statistics,
         "weights": [norm],
-        "by_hand": by_hand,
-        "loss": [reading.loss for reading in found],
-        "norm": [reading.grad_norm for reading in found],
+        "by_hand": reference_values,
+        "loss": [reading.loss for reading in step_metrics],
+        "norm": [reading.grad_norm for reading in step_metrics],
         "validation": [validation],
         "routers": routers,
         "biases": [
@@ -143,24 +156,24 @@ def train(case: dict[str, Any], rank: Any, device: Any) -> dict[str, Any]:
             for name, own in model.named_buffers()
             if name.endswith("expert_bias")
         ],
-        "further": further,
-        "own_weights": sum(p.numel() for p in parameters_of(state.chunks)),
+        "further": mtp_losses,
+        "own_weights": sum(p.numel() for p in list_parameters(state.chunks)),
         "vocabulary": vocabulary,
         "layers": [stage.layers for stage in args.meshes.stages] if args.meshes else None,
-        "skipped": [reading.numbers.skipped for reading in found],
+        "skipped": [reading.host.skipped for reading in step_metrics],
         "recomputed": recomputed,
         "scales": scales,
-        "graphs": graphs_made() if case.get("graphs") else 0,
+        "graphs": count_graphs() if case.get("graphs") else 0,
     }
 
 
-def compile_for_real(models: list[Any]) -> None:
-    """Compile the layers of these on a CPU, where nothing is compiled otherwise."""
+def compile_layers_on_cpu(models: list[Any]) -> None:
+    """Compile the layers on a CPU, where they are not compiled otherwise."""
     import torch
 
-    from flagscale.train.layers.compiling import compile_layers
+    from flagscale.train.layers.layer_compilation import compile_layers
 
-    # Of the case before nothing is left: a function has so many graphs at most.
+    # Discard the graphs of the previous case: the number of graphs per function is limited.
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     os.environ["TORCHDYNAMO_DISABLE"] = "0"
@@ -169,25 +182,25 @@ def compile_for_real(models: list[Any]) -> None:
         compile_layers(model, backend="aot_eager")
 
 
-def graphs_made() -> int:
+def count_graphs() -> int:
     import torch
 
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-def everywhere(own: Any) -> list[Any]:
-    """What each rank has."""
+def gather_from_ranks(value: Any) -> list[Any]:
+    """Return the values of all ranks."""
     import torch.distributed as dist
 
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 @contextmanager
-def infinite_gradient(model: Any, wanted: bool) -> Iterator[None]:
-    """Where it is wanted, a context in which a weight's gradient is infinite."""
-    if not wanted:
+def infinite_gradient(model: Any, enabled: bool) -> Iterator[None]:
+    """Context manager in which the gradient of a weight is infinite, if ``enabled``."""
+    if not enabled:
         yield
         return
     weight = model.decoder.layers[0].self_attention.linear_proj.weight
@@ -196,67 +209,81 @@ def infinite_gradient(model: Any, wanted: bool) -> Iterator[None]:
     hook.remove()
 
 
-class Layers:
-    """Watches the layers of a rank's model chunks run. ``counted`` has of each chunk, for every
-    micro-batch, how many ran without a graph to be kept; and how many ran again, in all."""
+class LayerCounter:
+    """Counts the forward passes of layers.
+
+    ``counted`` has an entry per model chunk: "dropped", the number of layers that ran without
+    storing activations, per micro-batch, and "again", the total number of recomputed layers.
+    """
 
     def __init__(self, models: list[Any]) -> None:
-        from flagscale.train.models.initialize import blocks
+        from flagscale.train.models.initialize import find_transformer_blocks
 
-        self.counted: list[dict[str, Any]] = []
+        self.counts: list[dict[str, Any]] = []
         for model in models:
-            found: dict[str, Any] = {"dropped": [], "again": 0}
-            self.counted.append(found)
-            (block,) = blocks(model).values()
-            block.register_forward_pre_hook(partial(self._begins, found, len(block.layers)))
+            chunk_counts: dict[str, Any] = {"dropped": [], "again": 0}
+            self.counts.append(chunk_counts)
+            (block,) = find_transformer_blocks(model).values()
+            block.register_forward_pre_hook(
+                partial(self._start_micro_batch, chunk_counts, len(block.layers))
+            )
             for layer in block.layers:
-                layer.register_forward_pre_hook(partial(self._runs, found))
+                layer.register_forward_pre_hook(partial(self._count_layer, chunk_counts))
 
-    def _begins(self, found: dict[str, Any], layers: int, block: Any, _: Any) -> None:
+    def _start_micro_batch(
+        self, chunk_counts: dict[str, Any], layers: int, block: Any, _: Any
+    ) -> None:
         if block.training:
-            found["dropped"].append(0)
-            found["again"] -= layers
+            chunk_counts["dropped"].append(0)
+            chunk_counts["again"] -= layers
 
-    def _runs(self, found: dict[str, Any], layer: Any, _: Any) -> None:
+    def _count_layer(self, chunk_counts: dict[str, Any], layer: Any, _: Any) -> None:
         import torch
 
         if layer.training:
-            found["dropped"][-1] += not torch.is_grad_enabled()
-            found["again"] += 1
+            chunk_counts["dropped"][-1] += not torch.is_grad_enabled()
+            chunk_counts["again"] += 1
 
 
-def compute_by_hand(args: Any, state: Any, config: Any, tokenizer: Any) -> list[float] | None:
-    """Loss and gradient norm of the first step, from the same weights and data by plain torch, and
-    the losses of layers that predict further tokens; None where the rank holds only a part of the
-    model."""
+def compute_reference(args: Any, state: Any, config: Any, tokenizer: Any) -> list[float] | None:
+    """Return loss and gradient norm of the first step, and the MTP losses, computed by plain torch.
+
+    None if there is no reference implementation of the model, or the rank holds only a part of it.
+    """
     import reference_bert
     import reference_llama
     import torch
 
     from flagscale.train.data.datasets import build_data_iterators
-    from flagscale.train.models.initialize import global_parameters
+    from flagscale.train.models.initialize import iter_global_parameters
     from flagscale.train.state import Progress
 
-    known = {
+    reference_losses = {
         ("gpt", True, True): reference_llama.loss,
         ("bert", False, False): reference_bert.loss,
     }
-    loss = known.get((args.family, args.swiglu, args.untie_embeddings_and_output_weights))
-    simple = not (args.num_moe_experts or args.bf16 or args.fp16 or args.multi_latent_attention)
-    simple = simple and not (args.window_size or args.sandwich_norm)
-    simple = simple and (args.family == "bert" or args.position_embedding_type == "rope")
-    if torch.distributed.get_world_size() > 1 or not simple or loss is None:
+    loss = reference_losses.get(
+        (args.family, args.swiglu, args.untie_embeddings_and_output_weights)
+    )
+    has_reference = not (
+        args.num_moe_experts or args.bf16 or args.fp16 or args.multi_latent_attention
+    )
+    has_reference = has_reference and not (args.window_size or args.sandwich_norm)
+    has_reference = has_reference and (
+        args.family == "bert" or args.position_embedding_type == "rope"
+    )
+    if torch.distributed.get_world_size() > 1 or not has_reference or loss is None:
         return None
-    bare = state.modules()[0]
+    model = state.modules()[0]
     weights = {
         name: weight.detach().clone().requires_grad_(weight.requires_grad)
-        for name, weight in global_parameters(bare, config)
+        for name, weight in iter_global_parameters(model, config)
     }
     data: Any = build_data_iterators(args, tokenizer, Progress()).train
     batches = [next(data) for _ in range(args.num_microbatches)]
     device = next(iter(weights.values())).device
     counts = [float(batch["loss_mask"].sum()) for batch in batches]
-    # Of a micro-batch the mean, or a sum over all tokens of the step.
+    # Mean per micro-batch, or sum over all tokens of the step.
     shares = [count / sum(counts) for count in counts]
     if not args.calculate_per_token_loss:
         shares = [1 / len(batches)] * len(batches)
@@ -264,30 +291,32 @@ def compute_by_hand(args: Any, state: Any, config: Any, tokenizer: Any) -> list[
     mean = sum(
         share * loss(weights, batch, args) for share, batch in zip(shares, batches, strict=True)
     )
-    added, further = predicted_by_hand(args, weights, batches)
-    (mean + added).backward()
+    mtp_loss, layer_losses = compute_mtp_reference(args, weights, batches)
+    (mean + mtp_loss).backward()
     trained = [weight for weight in weights.values() if weight.requires_grad]
     squares = [weight.grad.square().sum() for weight in trained]
     norm = float(torch.stack(squares).sum().sqrt())
-    return [float(mean), norm, *further]
+    return [float(mean), norm, *layer_losses]
 
 
-def predicted_by_hand(args: Any, weights: Any, batches: list[Any]) -> tuple[Any, list[float]]:
-    """What layers that predict further tokens add to the loss, and the loss of each."""
+def compute_mtp_reference(args: Any, weights: Any, batches: list[Any]) -> tuple[Any, list[float]]:
+    """Return the contribution of MTP layers to the loss, and the loss of each layer."""
     import reference_llama
     import torch
 
     if not args.mtp_num_layers:
         return 0.0, []
-    ahead = torch.stack([reference_llama.further(weights, batch, args) for batch in batches])
-    sums, counts = ahead.unbind(-1)
-    # Of a micro-batch the mean, or a sum over all tokens that the head tells in the step.
+    sums_and_counts = torch.stack(
+        [reference_llama.mtp_loss_sums(weights, batch, args) for batch in batches]
+    )
+    sums, counts = sums_and_counts.unbind(-1)
+    # Mean per micro-batch, or sum divided by the tokens of the main loss in the step.
     if args.calculate_per_token_loss:
         losses = sums.sum(0) / sum(float(batch["loss_mask"].sum()) for batch in batches)
     else:
         losses = (sums / counts).mean(0)
-    told = (sums.sum(0) / counts.sum(0)).tolist()
-    return args.mtp_loss_scaling_factor * losses.mean(), told
+    layer_losses = (sums.sum(0) / counts.sum(0)).tolist()
+    return args.mtp_loss_scaling_factor * losses.mean(), layer_losses
 
 
 if __name__ == "__main__":

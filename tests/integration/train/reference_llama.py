@@ -1,4 +1,4 @@
-"""Llama in plain torch, read from megatron.core's weights: what the model should compute."""
+"""Reference implementation of Llama in plain torch, with the weights of megatron.core's model."""
 
 from __future__ import annotations
 
@@ -11,70 +11,83 @@ from torch.nn import functional
 
 
 def loss(weights: Mapping[str, Tensor], batch: Mapping[str, Tensor], args: Any) -> Tensor:
-    """Mean cross-entropy of ``[batch, sequence]`` tokens, in nats; of documents that are kept
-    apart each by itself, as if there were no others."""
+    """Return the mean cross-entropy in nats of a batch [b, s].
+
+    Masked documents are computed one by one.
+    """
     if args.peft_type:
-        weights = with_adapters(weights, args)
+        weights = merge_adapters(weights, args)
     total = torch.zeros((), device=batch["tokens"].device)
-    for own in alone(batch):
-        found = losses(weights, own["tokens"], own["labels"], args)
-        total = total + (found * own["loss_mask"]).sum()
+    for part in split_documents(batch):
+        token_losses = losses(weights, part["tokens"], part["labels"], args)
+        total = total + (token_losses * part["loss_mask"]).sum()
     return total / batch["loss_mask"].sum()
 
 
-def alone(batch: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-    """What is told without the rest: the whole of a batch, or each document by itself."""
+def split_documents(batch: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+    """Yield the batch, or each of its documents as a batch if documents are masked."""
     if "documents" not in batch:
         yield batch
         return
-    for row, of in enumerate(batch["documents"]):
-        for number in of.unique():
+    for row, documents in enumerate(batch["documents"]):
+        for number in documents.unique():
             yield {
-                name: batch[name][row][of == number][None]
+                name: batch[name][row][documents == number][None]
                 for name in ("tokens", "labels", "loss_mask")
             }
 
 
-def further(weights: Mapping[str, Tensor], batch: Mapping[str, Tensor], args: Any) -> Tensor:
-    """Of each layer that predicts further tokens the sum of its losses and the tokens it tells,
-    ``[layers, 2]``: a place takes part as long as the text goes on that far."""
+def mtp_loss_sums(weights: Mapping[str, Tensor], batch: Mapping[str, Tensor], args: Any) -> Tensor:
+    """Return the sum of losses and the number of tokens of each MTP layer, [layers, 2].
+
+    A position counts if its document continues far enough.
+    """
     device = batch["tokens"].device
-    found = torch.zeros(args.mtp_num_layers or 0, 2, device=device)
+    sums_and_counts = torch.zeros(args.mtp_num_layers or 0, 2, device=device)
     names, table = ("tokens", "labels", "loss_mask"), weights["embedding.word_embeddings.weight"]
-    for own in alone(batch):
-        x = hidden(weights, own["tokens"], args)
-        for layer in range(min(len(found), x.shape[1] - 1)):
+    for part in split_documents(batch):
+        x = hidden_states(weights, part["tokens"], args)
+        for layer in range(min(len(sums_and_counts), x.shape[1] - 1)):
             prefix = f"mtp.layers.{layer}."
-            at = {name.removeprefix(prefix): w for name, w in weights.items() if prefix in name}
-            tokens, labels, mask = (own[name][:, layer + 1 :] for name in names)
-            seen = norm(table[tokens], at["enorm.weight"], args)
-            before = norm(x[:, :-1], at["hnorm.weight"], args)
-            inside = {n.removeprefix("transformer_layer."): w for n, w in at.items()}
-            x = layer_of(inside, torch.cat([seen, before], -1) @ at["eh_proj.weight"].T, args)
-            x = norm(x, at["final_layernorm.weight"], args)
-            each = cross_entropy(weights, x, labels) * mask
-            found = found + torch.zeros_like(found).index_put(
-                (torch.tensor([layer], device=device),), torch.stack([each.sum(), mask.sum()])
+            mtp_weights = {
+                name.removeprefix(prefix): w for name, w in weights.items() if prefix in name
+            }
+            tokens, labels, mask = (part[name][:, layer + 1 :] for name in names)
+            embeddings = norm(table[tokens], mtp_weights["enorm.weight"], args)
+            previous = norm(x[:, :-1], mtp_weights["hnorm.weight"], args)
+            layer_weights = {
+                n.removeprefix("transformer_layer."): w for n, w in mtp_weights.items()
+            }
+            x = run_layer(
+                layer_weights,
+                torch.cat([embeddings, previous], -1) @ mtp_weights["eh_proj.weight"].T,
+                args,
             )
-    return found
+            x = norm(x, mtp_weights["final_layernorm.weight"], args)
+            token_losses = cross_entropy(weights, x, labels) * mask
+            sums_and_counts = sums_and_counts + torch.zeros_like(sums_and_counts).index_put(
+                (torch.tensor([layer], device=device),),
+                torch.stack([token_losses.sum(), mask.sum()]),
+            )
+    return sums_and_counts
 
 
-def with_adapters(weights: Mapping[str, Tensor], args: Any) -> Mapping[str, Tensor]:
-    """Each weight with what its low-rank adapter adds."""
+def merge_adapters(weights: Mapping[str, Tensor], args: Any) -> Mapping[str, Tensor]:
+    """Return the weights with merged LoRA adapters."""
     scale = args.lora_alpha / args.lora_dim
-    found = dict(weights)
+    merged = dict(weights)
     for name in weights:
         if name.endswith(".lora_a"):
             layer = name.removesuffix(".lora_a")
-            outward = weights[f"{layer}.lora_b"]
-            there = having(layer, len(outward), args).to(outward.device)
-            added = outward * there @ weights[name]
-            found[f"{layer}.weight"] = weights[f"{layer}.weight"] + scale * added
-    return found
+            lora_b = weights[f"{layer}.lora_b"]
+            row_mask = adapter_rows(layer, len(lora_b), args).to(lora_b.device)
+            delta = lora_b * row_mask @ weights[name]
+            merged[f"{layer}.weight"] = weights[f"{layer}.weight"] + scale * delta
+    return merged
 
 
-def having(layer: str, rows: int, args: Any) -> Tensor:
-    """1 for each row of a layer's adapter that there is, ``[rows, 1]``."""
+def adapter_rows(layer: str, rows: int, args: Any) -> Tensor:
+    """Return a mask [rows, 1] of the rows of a layer that have an adapter."""
     named = args.lora_target_modules or ("all-linear",)
     if {layer.rpartition(".")[2], "all-linear"} & set(named):
         return torch.ones(rows, 1)
@@ -91,49 +104,51 @@ def having(layer: str, rows: int, args: Any) -> Tensor:
 
 
 def losses(weights: Mapping[str, Tensor], tokens: Tensor, labels: Tensor, args: Any) -> Tensor:
-    """Cross-entropy of each of ``[batch, sequence]`` tokens, in nats."""
-    return cross_entropy(weights, hidden(weights, tokens, args), labels)
+    """Return the cross-entropy in nats of each token, [b, s]."""
+    return cross_entropy(weights, hidden_states(weights, tokens, args), labels)
 
 
 def cross_entropy(weights: Mapping[str, Tensor], x: Tensor, labels: Tensor) -> Tensor:
     logits = x @ weights["output_layer.weight"].T
-    found = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    return found.view(labels.shape)
+    token_losses = functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none"
+    )
+    return token_losses.view(labels.shape)
 
 
-def hidden(weights: Mapping[str, Tensor], tokens: Tensor, args: Any) -> Tensor:
-    """What the head takes."""
+def hidden_states(weights: Mapping[str, Tensor], tokens: Tensor, args: Any) -> Tensor:
+    """Return the input of the output layer, [b, s, h]."""
     x = weights["embedding.word_embeddings.weight"][tokens]
     for layer in range(args.num_layers):
-        own = {
+        layer_weights = {
             name.removeprefix(f"decoder.layers.{layer}."): weight
             for name, weight in weights.items()
             if name.startswith(f"decoder.layers.{layer}.")
         }
-        x = layer_of(own, x, args)
+        x = run_layer(layer_weights, x, args)
     return norm(x, weights["decoder.final_layernorm.weight"], args)
 
 
-def layer_of(own: Mapping[str, Tensor], x: Tensor, args: Any) -> Tensor:
-    x = x + attention(own, norm(x, own["input_layernorm.weight"], args), args)
-    return x + mlp(own, norm(x, own["pre_mlp_layernorm.weight"], args))
+def run_layer(weights: Mapping[str, Tensor], x: Tensor, args: Any) -> Tensor:
+    x = x + attention(weights, norm(x, weights["input_layernorm.weight"], args), args)
+    return x + mlp(weights, norm(x, weights["pre_mlp_layernorm.weight"], args))
 
 
 def norm(x: Tensor, weight: Tensor, args: Any) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + args.layernorm_epsilon).sqrt() * weight
 
 
-def mlp(own: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    gate, up = (x @ own["mlp.linear_fc1.weight"].T).chunk(2, -1)
-    return (functional.silu(gate) * up) @ own["mlp.linear_fc2.weight"].T
+def mlp(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    gate, up = (x @ weights["mlp.linear_fc1.weight"].T).chunk(2, -1)
+    return (functional.silu(gate) * up) @ weights["mlp.linear_fc2.weight"].T
 
 
-def attention(own: Mapping[str, Tensor], x: Tensor, args: Any) -> Tensor:
-    """A group's queries, its key and its value lie side by side in ``linear_qkv``."""
+def attention(weights: Mapping[str, Tensor], x: Tensor, args: Any) -> Tensor:
+    """Compute causal attention. A group's queries, key and value are adjacent in ``linear_qkv``."""
     batch, sequence, hidden = x.shape
     heads, groups = args.num_attention_heads, args.num_query_groups
     size, each = hidden // heads, heads // groups
-    mixed = (x @ own["self_attention.linear_qkv.weight"].T).view(
+    mixed = (x @ weights["self_attention.linear_qkv.weight"].T).view(
         batch, sequence, groups, each + 2, size
     )
     query = rotate(mixed[..., :each, :].reshape(batch, sequence, heads, size), args.rotary_base)
@@ -142,13 +157,13 @@ def attention(own: Mapping[str, Tensor], x: Tensor, args: Any) -> Tensor:
     key, value = (t.repeat_interleave(each, dim=2).transpose(1, 2) for t in (key, value))
     scores = query.transpose(1, 2) @ key.transpose(2, 3) / size**0.5
     hidden_ones = torch.ones(sequence, sequence, dtype=torch.bool, device=scores.device).triu(1)
-    out = scores.masked_fill(hidden_ones, float("-inf")).softmax(-1) @ value
-    out = out.transpose(1, 2).reshape(batch, sequence, hidden)
-    return out @ own["self_attention.linear_proj.weight"].T
+    output = scores.masked_fill(hidden_ones, float("-inf")).softmax(-1) @ value
+    output = output.transpose(1, 2).reshape(batch, sequence, hidden)
+    return output @ weights["self_attention.linear_proj.weight"].T
 
 
 def rotate(x: Tensor, base: float) -> Tensor:
-    """Rotary positions on ``[batch, sequence, heads, size]``; pairs are half a head apart."""
+    """Apply rotary positions to ``x`` [b, s, heads, d]; pairs are half a head apart."""
     size = x.shape[-1]
     frequencies = base ** (-torch.arange(0, size, 2, device=x.device) / size)
     angles = torch.outer(torch.arange(x.shape[1], device=x.device), frequencies)[None, :, None, :]

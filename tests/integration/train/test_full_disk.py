@@ -1,4 +1,4 @@
-"""A full disk ends no training: figures and lines that do not fit are left out."""
+"""Training on a full disk: output that does not fit is dropped, and training continues."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 from integration.train.test_train_gpt import Job
-from support.full_disk import fill, small_disk
+from support.full_disk import fill_disk, small_disk
 
-from flagscale.config.arguments.parser import parse_arguments
+from flagscale.config.arguments.spec.parser import parse_arguments
 from flagscale.status import Event, StatusWriter, read_events
 from flagscale.train import report
-from flagscale.train.readings import Reading, StepNumbers
-from flagscale.train.report import Reporter
+from flagscale.train.deferred_metrics import HostMetrics, StepMetrics
+from flagscale.train.report import TrainingReporter
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
 STEPS_WITHOUT_ROOM = 100
-"""What these steps say is more than the last block of a file has room for."""
+"""Number of steps whose output exceeds the last free block of a file."""
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
-def reading(step: int) -> Reading:
-    numbers = StepNumbers(step=step, samples=4 * step, learning_rate=1e-3)
-    return Reading(numbers, loss=2.0, grad_norm=1.0, stop=None, own_loss_finite=True)
+def step_metrics(step: int) -> StepMetrics:
+    host_metrics = HostMetrics(step=step, samples=4 * step, learning_rate=1e-3)
+    return StepMetrics(host_metrics, loss=2.0, grad_norm=1.0, stop=None, own_loss_finite=True)
 
 
 def events(status: Path) -> list[Event]:
@@ -58,40 +58,40 @@ def wait_for_step(training: subprocess.Popen[str], status: Path, step: int) -> N
     raise AssertionError(f"step {step} did not come")
 
 
-def steps_shown(board: Path) -> set[int]:
+def plotted_steps(board: Path) -> set[int]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    shown = EventAccumulator(str(board))
-    shown.Reload()
-    return {event.step for event in shown.Scalars("train/loss")}
+    accumulator = EventAccumulator(str(board))
+    accumulator.Reload()
+    return {event.step for event in accumulator.Scalars("train/loss")}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_figures_are_left_out_until_there_is_room(
+def test_metrics_are_dropped_until_there_is_space(
     disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "_TRY_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(report, "_RETRY_SECONDS", 0.0)
     board, status = disk / "board", tmp_path / "status"
-    known = {"tensorboard_dir": str(board), "train_iters": 10, "tensorboard_queue_size": 1}
-    args = Namespace(**{**vars(parse_arguments([])), **known})
-    reporter = Reporter(args, StatusWriter(status, 0), speaks=True)
-    reporter.scalars(reading(1))
-    filler, back = fill(disk), 2 + STEPS_WITHOUT_ROOM
-    for step in range(2, back):
-        reporter.scalars(reading(step))
+    overrides = {"tensorboard_dir": str(board), "train_iters": 10, "tensorboard_queue_size": 1}
+    args = Namespace(**{**vars(parse_arguments([])), **overrides})
+    reporter = TrainingReporter(args, StatusWriter(status, 0), is_reporting_rank=True)
+    reporter.log_scalars(step_metrics(1))
+    filler, resumed_step = fill_disk(disk), 2 + STEPS_WITHOUT_ROOM
+    for step in range(2, resumed_step):
+        reporter.log_scalars(step_metrics(step))
     [warning] = warnings(status)
     assert f"tensorboard_dir: {board} cannot be written: No space left on device" in warning
     filler.unlink()
-    for step in range(back, back + 3):
-        reporter.scalars(reading(step))
+    for step in range(resumed_step, resumed_step + 3):
+        reporter.log_scalars(step_metrics(step))
     reporter.close()
     assert warnings(status)[1:] == [
-        f"tensorboard_dir: {board} can be written again: its figures go on at step {back}"
+        f"tensorboard_dir: {board} can be written again: its figures go on at step {resumed_step}"
     ]
-    shown = steps_shown(board)
-    assert 1 in shown
-    assert {back, back + 1, back + 2} <= shown
-    assert back - 1 not in shown
+    steps = plotted_steps(board)
+    assert 1 in steps
+    assert {resumed_step, resumed_step + 1, resumed_step + 2} <= steps
+    assert resumed_step - 1 not in steps
 
 
 @pytest.mark.parametrize(
@@ -101,10 +101,10 @@ def test_figures_are_left_out_until_there_is_room(
         pytest.param("board", "", id="board-elsewhere-buffered"),
     ],
 )
-def test_a_disk_that_fills_up_ends_no_training(
+def test_full_disk_does_not_end_training(
     board: str, unbuffered: str, disk: Path, tmp_path: Path
 ) -> None:
-    """The output is a file on the disk, as the launcher's logs are. It stays full to the end."""
+    """Standard output is a file on the disk, as with the launcher's logs. The disk stays full."""
     status = tmp_path / "status"
     arguments = "--train-iters 20000 --exit-signal-handler --tensorboard-queue-size 1 "
     arguments += f"--tensorboard-dir {tmp_path / board} --data-cache-path {tmp_path / 'cache'}"
@@ -112,7 +112,7 @@ def test_a_disk_that_fills_up_ends_no_training(
         training = Job(tmp_path, arguments, output=output, PYTHONUNBUFFERED=unbuffered).process
     try:
         wait_for_step(training, status, 1)
-        fill(disk)
+        fill_disk(disk)
         wait_for_step(training, status, latest_step(status) + STEPS_WITHOUT_ROOM)
         training.send_signal(signal.SIGTERM)
         assert training.wait(60) == 0

@@ -1,4 +1,4 @@
-"""The parallel layout changes how a model is trained, not what it learns."""
+"""Training results must not depend on the parallel layout."""
 
 from __future__ import annotations
 
@@ -13,112 +13,119 @@ from typing import Any
 
 import pytest
 from support.layout_cases import (
-    APART_CASES,
     CASES,
     EXAMPLES,
-    FAMILIES,
+    FAMILY_CASES,
     FSCCL_CASES,
-    GRAPHS,
-    PREDICTING,
+    GRAPH_CASES,
+    MASKED_DOCUMENT_CASES,
+    MTP_CASES,
     REFERENCES,
     ROOT,
-    example,
+    example_case,
     is_slow,
 )
-from support.layout_lab import WORKER, train, write_short_documents
-from support.layout_meshes import DROPPED, MESHES
-from support.layout_models import APART, COMPILED, LLAMA, OVERLAP, SHORT_DOCUMENTS, Case
-from support.needs import why_no_compiler
+from support.layout_lab import WORKER, train_cases, write_short_documents
+from support.layout_meshes import MESH_DROPOUT, MESHES
+from support.layout_models import (
+    COMPILED,
+    LLAMA,
+    MASKED_DOCUMENTS,
+    OVERLAP,
+    SHORT_DOCUMENTS,
+    LayoutCase,
+)
+from support.needs import explain_no_compiler
 
-from flagscale.config.arguments.parser import parse_arguments
-from flagscale.config.arguments.resolve import resolve
-from flagscale.estimate.forecast import forecast
-from flagscale.estimate.memory import width_of
+from flagscale.config.arguments.derive import derive_arguments
+from flagscale.config.arguments.spec.parser import parse_arguments
+from flagscale.estimate.forecast import forecast_step
+from flagscale.estimate.memory import element_bytes
 
-# What all its tests look at is trained within the first.
+# All cases are trained within the first test.
 pytestmark = [pytest.mark.integration, pytest.mark.torch, pytest.mark.timeout(1100)]
 
 
-LAYOUTS = (*CASES, *APART_CASES, *PREDICTING, *FAMILIES, *MESHES)
+LAYOUTS = (*CASES, *MASKED_DOCUMENT_CASES, *MTP_CASES, *FAMILY_CASES, *MESHES)
 
 
 @pytest.fixture(scope="module")
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """What the worker tells of every case that a test is about, trained once for all tests."""
-    here = [item for item in request.session.items if item.path == request.path]
-    given = [getattr(item, "callspec", None) for item in here]
-    values = [value for one in given if one is not None for value in one.params.values()]
-    asked = {value.name if isinstance(value, Case) else value for value in values}
-    if None in given:
-        # Tests without parameters look at references.
-        asked |= {case.name for case in REFERENCES}
-    fsccl = () if why_no_compiler() else FSCCL_CASES
-    every = (*REFERENCES, DROPPED, *LAYOUTS, *GRAPHS, *fsccl)
-    asked |= {case.reference for case in every if case.name in asked}
-    wanted = [case for case in every if case.name in asked]
-    wanted += [example(name) for name in EXAMPLES if name in asked]
-    return train(wanted, tmp_path_factory.mktemp("layouts"), timeout_s=1000)
+    """Train the cases of all selected tests once and return the worker's results."""
+    module_items = [item for item in request.session.items if item.path == request.path]
+    callspecs = [getattr(item, "callspec", None) for item in module_items]
+    values = [value for one in callspecs if one is not None for value in one.params.values()]
+    names = {value.name if isinstance(value, LayoutCase) else value for value in values}
+    if None in callspecs:
+        # Tests without parameters use reference cases.
+        names |= {case.name for case in REFERENCES}
+    fsccl = () if explain_no_compiler() else FSCCL_CASES
+    all_cases = (*REFERENCES, MESH_DROPOUT, *LAYOUTS, *GRAPH_CASES, *fsccl)
+    names |= {case.reference for case in all_cases if case.name in names}
+    cases = [case for case in all_cases if case.name in names]
+    cases += [example_case(name) for name in EXAMPLES if name in names]
+    return train_cases(cases, tmp_path_factory.mktemp("layouts"), timeout_s=1000)
 
 
-def slow_or_not(name: str) -> Any:
-    """A test's parameter: a case by its name."""
+def case_name_param(name: str) -> Any:
+    """Return a test parameter for the name of a case, marked slow if the case is."""
     (case,) = (one for one in (*REFERENCES, *LAYOUTS) if one.name == name)
     return pytest.param(name, marks=[pytest.mark.slow] if is_slow(case) else [])
 
 
-def each(cases: Sequence[Case]) -> pytest.MarkDecorator:
-    """A test for each of these cases, slow ones for those that are."""
+def parametrize_cases(cases: Sequence[LayoutCase]) -> pytest.MarkDecorator:
+    """Parametrize a test with cases; slow ones are marked."""
     marks = {case: [pytest.mark.slow] if is_slow(case) else [] for case in cases}
     return pytest.mark.parametrize(
         "case", [pytest.param(case, id=case.name, marks=marks[case]) for case in cases]
     )
 
 
-@each(CASES)
-def test_a_layout_learns_what_one_rank_learns(case: Case, results: dict[str, Any]) -> None:
+@parametrize_cases(CASES)
+def test_layout_equals_single_rank(case: LayoutCase, results: dict[str, Any]) -> None:
     expect_equal(case, results)
 
 
-@each(APART_CASES)
-def test_documents_are_apart_in_every_layout(case: Case, results: dict[str, Any]) -> None:
+@parametrize_cases(MASKED_DOCUMENT_CASES)
+def test_document_masking_in_every_layout(case: LayoutCase, results: dict[str, Any]) -> None:
     expect_equal(case, results)
 
 
-@each(PREDICTING)
-def test_further_tokens_are_predicted_in_every_layout(case: Case, results: dict[str, Any]) -> None:
+@parametrize_cases(MTP_CASES)
+def test_multi_token_prediction_in_every_layout(case: LayoutCase, results: dict[str, Any]) -> None:
     expect_equal(case, results)
 
 
-def test_further_tokens_leave_the_loss_of_the_head_as_it_is(results: dict[str, Any]) -> None:
-    """Of the same weights it is the same; the gradient is of all losses."""
-    found, alone = results["mtp"], results["apart"]
-    assert found["loss"][0] == pytest.approx(alone["loss"][0], rel=1e-6)
-    first = [found["norm"][0], *found["further"][:2]]
-    assert found["by_hand"][1:] == pytest.approx(first, rel=1e-5)
-    assert found["norm"][0] > 1.01 * alone["norm"][0]
+def test_multi_token_prediction_keeps_the_main_loss(results: dict[str, Any]) -> None:
+    """Equal weights give an equal main loss; the gradient is of all losses."""
+    mtp, without_mtp = results["mtp"], results["apart"]
+    assert mtp["loss"][0] == pytest.approx(without_mtp["loss"][0], rel=1e-6)
+    first = [mtp["norm"][0], *mtp["further"][:2]]
+    assert mtp["by_hand"][1:] == pytest.approx(first, rel=1e-5)
+    assert mtp["norm"][0] > 1.01 * without_mtp["norm"][0]
 
 
-@each(MESHES)
-def test_unlike_meshes_learn_what_one_rank_learns(case: Case, results: dict[str, Any]) -> None:
+@parametrize_cases(MESHES)
+def test_heterogeneous_layout_equals_single_rank(case: LayoutCase, results: dict[str, Any]) -> None:
     expect_equal(case, results)
 
 
-@each(FAMILIES)
-def test_another_family_learns_what_one_rank_learns(case: Case, results: dict[str, Any]) -> None:
+@parametrize_cases(FAMILY_CASES)
+def test_family_equals_single_rank(case: LayoutCase, results: dict[str, Any]) -> None:
     expect_equal(case, results)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_the_small_example_of_a_family_learns(name: str, results: dict[str, Any]) -> None:
+def test_small_model_of_an_example_learns(name: str, results: dict[str, Any]) -> None:
     losses = results[f"example-{name}"]["loss"]
     assert losses[0] == pytest.approx(math.log(1000), rel=0.02)
     assert losses[1] < losses[0] - 0.01
     assert losses[2] < 1.02 * losses[0]  # of other tokens in part, drawn at random
 
 
-# Of each rank and model chunk, how many layers of each micro-batch of a step are recomputed.
+# Recomputed layers of each micro-batch of a step, per rank and model chunk.
 RECOMPUTED = {
     "recompute-full": [[[4, 4, 4, 4]]],
     "recompute-auto": [[[3, 3, 3, 3]]],
@@ -133,8 +140,8 @@ RECOMPUTED = {
 }
 
 
-@pytest.mark.parametrize("name", [slow_or_not(name) for name in RECOMPUTED])
-def test_the_layers_that_are_asked_for_are_recomputed(name: str, results: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", [case_name_param(name) for name in RECOMPUTED])
+def test_configured_layers_are_recomputed(name: str, results: dict[str, Any]) -> None:
     ranks = results[name]["recomputed"]
     steps = len(results[name]["loss"])
     assert [[own["dropped"] for own in chunks] for chunks in ranks] == [
@@ -146,52 +153,52 @@ def test_the_layers_that_are_asked_for_are_recomputed(name: str, results: dict[s
 @pytest.mark.parametrize(
     "name",
     ["fp16-overflow", "mesh-fp16-overflow-in-the-last",
-     slow_or_not("mesh-fp16-overflow-in-the-first-do")],
+     case_name_param("mesh-fp16-overflow-in-the-first-do")],
 )  # fmt: skip
-def test_an_overflow_on_one_rank_is_everyones(name: str, results: dict[str, Any]) -> None:
-    """All ranks skip the step, halve the scale of the loss, and go on."""
-    found = results[name]
-    assert ["overflow" in why for why in found["skipped"]] == [False, True, False]
-    assert all(scales == [4096, 2048, 2048] for scales in found["scales"])
+def test_overflow_on_one_rank_skips_the_step_on_all(name: str, results: dict[str, Any]) -> None:
+    """All ranks skip the step, halve the loss scale, and continue."""
+    case_results = results[name]
+    assert ["overflow" in why for why in case_results["skipped"]] == [False, True, False]
+    assert all(scales == [4096, 2048, 2048] for scales in case_results["scales"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [DROPPED.name])
-def test_dropout_drops_something_on_meshes(name: str, results: dict[str, Any]) -> None:
-    found, whole = results[name], results["llama"]
-    assert found["weights"] == pytest.approx(whole["weights"], rel=1e-6)
-    assert found["loss"] == pytest.approx(whole["loss"], rel=0.2)
-    assert found["loss"][0] != pytest.approx(whole["loss"][0], rel=1e-4)
+@pytest.mark.parametrize("name", [MESH_DROPOUT.name])
+def test_dropout_is_active_on_meshes(name: str, results: dict[str, Any]) -> None:
+    with_dropout, without_dropout = results[name], results["llama"]
+    assert with_dropout["weights"] == pytest.approx(without_dropout["weights"], rel=1e-6)
+    assert with_dropout["loss"] == pytest.approx(without_dropout["loss"], rel=0.2)
+    assert with_dropout["loss"][0] != pytest.approx(without_dropout["loss"][0], rel=1e-4)
 
 
-@each(LAYOUTS)
-def test_as_many_weights_as_estimated(case: Case, results: dict[str, Any]) -> None:
-    """On the first stage, or in all; where layers are chosen it is the even split's."""
-    args = resolve(parse_arguments(f"{case.model} {case.layout}".split()), case.world)
-    stage = forecast(args, results[case.name]["vocabulary"]).stages[0]
-    found = results[case.name]
-    if found["layers"] is None or found["layers"][0] == stage.layers:
-        # Beside weights of 8-bit products lie copies in 8 bits; all their gradients are of 32.
-        taken, width = stage.memory.weights, width_of(args)
+@parametrize_cases(LAYOUTS)
+def test_number_of_weights_equals_the_estimate(case: LayoutCase, results: dict[str, Any]) -> None:
+    """Compare the first stage, or all; with automatic layers only if the split is even."""
+    args = derive_arguments(parse_arguments(f"{case.model} {case.layout}".split()), case.world)
+    stage = forecast_step(args, results[case.name]["vocabulary"]).stages[0]
+    case_results = results[case.name]
+    if case_results["layers"] is None or case_results["layers"][0] == stage.layers:
+        # With FP8, estimated weight bytes include 8-bit copies, so gradients (fp32) are compared.
+        estimated_bytes, width = stage.memory.weights, element_bytes(args)
         if args.fp8:
-            taken, width = stage.memory.gradients, 4
-        assert taken == found["own_weights"] * width
+            estimated_bytes, width = stage.memory.gradients, 4
+        assert estimated_bytes == case_results["own_weights"] * width
 
 
-@each(GRAPHS)
-def test_graphs_learn_what_one_rank_learns(case: Case, results: dict[str, Any]) -> None:
+@parametrize_cases(GRAPH_CASES)
+def test_compiled_layout_equals_single_rank(case: LayoutCase, results: dict[str, Any]) -> None:
     expect_equal(case, results)
     assert results[case.name]["uncompiled"] == []
     assert results[case.name]["graphs"] > 0
 
 
 @pytest.mark.compiler
-@each(FSCCL_CASES)
-def test_fsccl_trains_what_gloo_trains(case: Case, results: dict[str, Any]) -> None:
+@parametrize_cases(FSCCL_CASES)
+def test_fsccl_equals_gloo(case: LayoutCase, results: dict[str, Any]) -> None:
     expect_equal(case, results)
 
 
-def expect_equal(case: Case, results: dict[str, Any]) -> None:
+def expect_equal(case: LayoutCase, results: dict[str, Any]) -> None:
     assert case.name in results, results["stderr"][-4000:]
     ours, reference = results[case.name], results[case.reference]
     for quantity in ("weights", "loss", "norm", "validation", "further"):
@@ -200,12 +207,11 @@ def expect_equal(case: Case, results: dict[str, Any]) -> None:
     assert ours["routers"] == pytest.approx(reference["routers"], rel=1e-4)
 
 
-def test_the_losses_of_routers_are_counted_once(results: dict[str, Any]) -> None:
-    """A load-balancing loss is 1 where all experts get the same share, and just above it with
-    weights that are drawn at random."""
-    found = results["moe-balanced"]["routers"]
-    assert set(found) == {"load_balancing_loss", "z_loss"}
-    assert found["load_balancing_loss"] == pytest.approx(1.0, abs=0.25)
+def test_router_losses_are_counted_once(results: dict[str, Any]) -> None:
+    """A load-balancing loss is 1 for uniform routing, and slightly above with random weights."""
+    losses = results["moe-balanced"]["routers"]
+    assert set(losses) == {"load_balancing_loss", "z_loss"}
+    assert losses["load_balancing_loss"] == pytest.approx(1.0, abs=0.25)
     assert results["moe"]["routers"] == results["llama"]["routers"] == {}
 
 
@@ -224,34 +230,38 @@ def test_the_losses_of_routers_are_counted_once(results: dict[str, Any]) -> None
 def test_initial_weights_are_distributed_as_in_megatron(
     name: str, spread: float, mean: float, results: dict[str, Any]
 ) -> None:
-    found = results["llama"]["initial"][name]
-    assert found == pytest.approx([spread, mean], rel=0.05, abs=0.01)
+    statistics = results["llama"]["initial"][name]
+    assert statistics == pytest.approx([spread, mean], rel=0.05, abs=0.01)
 
 
 @pytest.mark.parametrize(
     "name", ["llama", "bert", "apart-per-token", "sft", "lora", "lora-parts", "mtp-per-token"]
 )
-def test_the_reference_computes_what_plain_torch_does(name: str, results: dict[str, Any]) -> None:
-    found = results[name]
-    first = [found["loss"][0], found["norm"][0], *found["further"][: len(found["by_hand"]) - 2]]
-    assert found["by_hand"] == pytest.approx(first, rel=1e-5)
+def test_single_rank_equals_plain_torch(name: str, results: dict[str, Any]) -> None:
+    case_results = results[name]
+    first = [
+        case_results["loss"][0],
+        case_results["norm"][0],
+        *case_results["further"][: len(case_results["by_hand"]) - 2],
+    ]
+    assert case_results["by_hand"] == pytest.approx(first, rel=1e-5)
 
 
-def test_adapters_begin_with_what_the_base_computes(results: dict[str, Any]) -> None:
+def test_adapters_start_from_the_base_model(results: dict[str, Any]) -> None:
     base, adapted = results["lora-base"], results["lora"]
     assert adapted["loss"][0] == pytest.approx(base["loss"][0], rel=1e-7)
     assert adapted["own_weights"] > base["own_weights"]
 
 
-def test_experts_are_chosen_by_biases_that_do_not_move_where_adapters_are_trained(
+def test_expert_biases_do_not_change_with_adapters(
     results: dict[str, Any],
 ) -> None:
-    moved = results["latent-moe"]["biases"]
-    assert [len(moved), all(moved)] == [3, True]
+    biases = results["latent-moe"]["biases"]
+    assert [len(biases), all(biases)] == [3, True]
     assert results["latent-moe-lora"]["biases"] == [0.0, 0.0, 0.0]
 
 
-def test_the_reference_really_learns(results: dict[str, Any]) -> None:
+def test_single_rank_loss_decreases(results: dict[str, Any]) -> None:
     loss = results["llama"]["loss"]
     assert loss[-1] < loss[0]
     assert all(norm > 0.1 for norm in results["llama"]["norm"])
@@ -259,29 +269,31 @@ def test_the_reference_really_learns(results: dict[str, Any]) -> None:
 
 MODELS = {
     "llama": LLAMA,
-    # Kept apart by a mask: the kernel that takes ends of documents is CUDA's.
-    "apart-adapters": f"{APART} --attention-backend unfused --peft-type lora "
+    # Document masking by a mask, because the variable-length kernel is for CUDA.
+    "apart-adapters": f"{MASKED_DOCUMENTS} --attention-backend unfused --peft-type lora "
     "--lora-target-modules q_proj v_proj o_proj up_proj down_proj",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_two_graphs(name: str, results: dict[str, Any], tmp_path: Path) -> None:
-    """One for training and one for evaluation, which all layers, micro-batches and steps share;
-    no part of a layer is left out, with the parameters gathered as it runs."""
+def test_model_has_two_graphs(name: str, results: dict[str, Any], tmp_path: Path) -> None:
+    """Layers share one graph for training and one for evaluation, over all micro-batches and steps.
+
+    No part of a layer is excluded, with parameters gathered while it runs.
+    """
     path = f"{ROOT}:{ROOT / 'third_party' / 'Megatron-LM'}"
     write_short_documents(tmp_path / SHORT_DOCUMENTS)
-    found = subprocess.run(
-        [sys.executable, str(WORKER.with_name("graph_worker.py")),
+    process = subprocess.run(
+        [sys.executable, str(WORKER.with_name("cuda_graph_worker.py")),
          *f"{MODELS[name]} {COMPILED} {OVERLAP}".split()],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    assert found.returncode == 0, found.stderr[-4000:]
-    counted = json.loads(found.stdout.splitlines()[-1])
-    assert (counted["graphs"], counted["breaks"]) == (2, 0)
-    assert counted["seconds"] > 0.1
+    assert process.returncode == 0, process.stderr[-4000:]
+    counts = json.loads(process.stdout.splitlines()[-1])
+    assert (counts["graphs"], counts["breaks"]) == (2, 0)
+    assert counts["seconds"] > 0.1
     if name in results:
-        assert counted["loss"] == pytest.approx(results[name]["loss"], rel=1e-5)
-        assert [counted["validation"]] == pytest.approx(results[name]["validation"], rel=1e-5)
+        assert counts["loss"] == pytest.approx(results[name]["loss"], rel=1e-5)
+        assert [counts["validation"]] == pytest.approx(results[name]["validation"], rel=1e-5)

@@ -1,4 +1,6 @@
-"""The training program as the launcher starts it: real processes, real signals, real files."""
+"""Integration tests of the training program as the launcher starts it: processes, signals and
+files.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from typing import IO, Any
 
 import pytest
 
-from flagscale.status import STATUS_DIR_VARIABLE, Event, read_events, status_files
+from flagscale.status import STATUS_DIR_VARIABLE, Event, list_status_files, read_events
 
 pytestmark = [pytest.mark.integration, pytest.mark.torch]
 
@@ -31,7 +33,7 @@ TINY = """
 
 
 class Job:
-    """A running training program of ``ranks`` ranks."""
+    """Running training program with ``ranks`` ranks."""
 
     def __init__(
         self,
@@ -46,8 +48,17 @@ class Job:
         self.status = directory / "status"
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
         command = [sys.executable, *(launcher if ranks > 1 else []), str(PROGRAM)]
-        own = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FLAGSCALE_DEVICE"}
-        environment = {name: value for name, value in os.environ.items() if name not in own}
+        excluded_variables = {
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "FLAGSCALE_DEVICE",
+        }
+        environment = {
+            name: value for name, value in os.environ.items() if name not in excluded_variables
+        }
         environment.update(
             PYTHONPATH=":".join(map(str, path or (ROOT, ADAPTED))),
             OMP_NUM_THREADS="1",
@@ -67,8 +78,10 @@ class Job:
         return self.process.returncode
 
     def events(self, kind: str, rank: int | None = None) -> list[Event]:
-        found = [event for path in status_files(self.status) for event in read_events(path)[0]]
-        return [e for e in found if e.event == kind and rank in (None, e.rank)]
+        events = [
+            event for path in list_status_files(self.status) for event in read_events(path)[0]
+        ]
+        return [e for e in events if e.event == kind and rank in (None, e.rank)]
 
     def wait_for(self, kind: str, **fields: Any) -> Event:
         for _ in range(1200):
@@ -83,7 +96,7 @@ class Job:
         return [event.get("loss") for event in self.events("progress")]
 
 
-def test_a_run_tells_its_story(tmp_path: Path) -> None:
+def test_status_events_and_files_of_a_run(tmp_path: Path) -> None:
     job = Job(
         tmp_path,
         "--train-iters 3 --eval-iters 1 --eval-interval 2 --save checkpoints --load nowhere "
@@ -113,11 +126,11 @@ def test_a_run_tells_its_story(tmp_path: Path) -> None:
     assert trace.stat().st_mode & 0o777 == 0o600
     with gzip.open(trace) as file:
         names = [event.get("name") for event in json.load(file)["traceEvents"]]
-    assert names.count("Optimizer.step#Adam.step") <= 2  # of the steps asked for, no more
+    assert names.count("Optimizer.step#Adam.step") <= 2  # only of the profiled steps
     assert "aten::mm" in names
 
 
-def test_sigterm_to_one_rank_saves_and_ends_all(tmp_path: Path) -> None:
+def test_sigterm_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
     job = Job(tmp_path, "--train-iters 100000 --save checkpoints", ranks=2)
     job.wait_for("progress", step=3)
     os.kill(job.wait_for("started", rank=1).get("pid"), signal.SIGTERM)
@@ -128,23 +141,23 @@ def test_sigterm_to_one_rank_saves_and_ends_all(tmp_path: Path) -> None:
     assert job.events("checkpoint")[0].get("step") == ends[0].get("step")
 
 
-def test_a_run_that_is_done_says_how_to_go_on(tmp_path: Path) -> None:
+def test_completed_run_explains_how_to_continue(tmp_path: Path) -> None:
     arguments = "--save checkpoints --load checkpoints --lr-decay-style cosine --train-iters"
     first = Job(tmp_path, f"{arguments} 1")
     assert first.wait() == 0
-    assert "holds no checkpoint" not in first.output  # as in every first run
-    again = Job(tmp_path, f"{arguments} 1")
-    assert again.wait() == 0, again.errors
-    assert "1 steps are done already: nothing to train" in again.output
+    assert "holds no checkpoint" not in first.output  # not reported in a first run
+    second = Job(tmp_path, f"{arguments} 1")
+    assert second.wait() == 0, second.errors
+    assert "1 steps are done already: nothing to train" in second.output
     assert "raise train_iters (or train_samples) and set override_opt_param_scheduler: true" in (
-        again.output
+        second.output
     )
-    more = Job(tmp_path, f"{arguments} 2 --override-opt-param-scheduler")
-    assert more.wait() == 0, more.errors
-    assert more.events("checkpoint")[-1].get("step") == 2
+    continued = Job(tmp_path, f"{arguments} 2 --override-opt-param-scheduler")
+    assert continued.wait() == 0, continued.errors
+    assert continued.events("checkpoint")[-1].get("step") == 2
 
 
-def test_a_batch_that_grows_and_a_step_that_is_passed_over(tmp_path: Path) -> None:
+def test_batch_size_rampup_and_skipped_step(tmp_path: Path) -> None:
     job = Job(
         tmp_path,
         "--train-samples 20 --rampup-batch-size 1 1 6 --iterations-to-skip 3 --save checkpoints "
@@ -152,15 +165,17 @@ def test_a_batch_that_grows_and_a_step_that_is_passed_over(tmp_path: Path) -> No
     )
     assert job.wait() == 0, job.errors
     assert "7 steps of 1 to 4 x 16 tokens, 1 to 4 micro-batches a step" in job.output
-    taken = [(event.get("step"), event.get("samples")) for event in job.events("progress")]
-    assert taken == [(1, 1), (2, 2), (4, 7), (5, 11), (6, 15), (7, 19)]
-    assert "step 3: its data is passed over" in job.output
-    kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*"))
-    assert kept == ["iter_0000004", "iter_0000007"]
-    again = Job(tmp_path, "--train-samples 20 --skip-train --eval-iters 1 --load checkpoints")
-    assert again.wait() == 0, again.errors
-    assert [event.get("step") for event in again.events("evaluation")] == [7]
-    assert len(again.events("progress")) == len(taken)
+    steps = [(event.get("step"), event.get("samples")) for event in job.events("progress")]
+    assert steps == [(1, 1), (2, 2), (4, 7), (5, 11), (6, 15), (7, 19)]
+    assert "step 3: its data is skipped" in job.output
+    checkpoints = sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*"))
+    assert checkpoints == ["iter_0000004", "iter_0000007"]
+    evaluation_run = Job(
+        tmp_path, "--train-samples 20 --skip-train --eval-iters 1 --load checkpoints"
+    )
+    assert evaluation_run.wait() == 0, evaluation_run.errors
+    assert [event.get("step") for event in evaluation_run.events("evaluation")] == [7]
+    assert len(evaluation_run.events("progress")) == len(steps)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +198,7 @@ def test_a_batch_that_grows_and_a_step_that_is_passed_over(tmp_path: Path) -> No
         ),
     ],
 )
-def test_what_cannot_end_well_does_not_begin(tmp_path: Path, arguments: str, message: str) -> None:
+def test_errors_before_the_first_step(tmp_path: Path, arguments: str, message: str) -> None:
     (tmp_path / "file").touch()
     job = Job(tmp_path, f"--train-iters 1 {arguments}")
     assert job.wait() != 0
@@ -192,62 +207,68 @@ def test_what_cannot_end_well_does_not_begin(tmp_path: Path, arguments: str, mes
     assert not job.events("progress")
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
-    """With dropout, whose random numbers go on, too; layouts, and random numbers of several ranks,
-    are the tests of checkpoints'."""
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    """Dropout is enabled: the states of the random number generators are restored too.
+
+    Layouts, and random numbers of several ranks, are covered by the tests of checkpoints.
+    """
     common = (
         "--use-distributed-optimizer --bf16 --train-iters 6 "
         "--attention-dropout 0.1 --hidden-dropout 0.1"
     )
-    whole = Job(tmp_path, common)
-    assert whole.wait() == 0, whole.errors
-    expected = whole.losses()
+    uninterrupted = Job(tmp_path, common)
+    assert uninterrupted.wait() == 0, uninterrupted.errors
+    expected = uninterrupted.losses()
 
-    keep = f"{common} --save checkpoints --load checkpoints"
+    arguments = f"{common} --save checkpoints --load checkpoints"
     (tmp_path / "first").mkdir()
-    first = Job(tmp_path / "first", f"{keep} --exit-interval 3")
+    first = Job(tmp_path / "first", f"{arguments} --exit-interval 3")
     assert first.wait() == 0, first.errors
     assert first.events("finished")[0].get("reason") == "exit-interval"
-    second = Job(tmp_path / "first", keep)
+    second = Job(tmp_path / "first", arguments)
     assert second.wait() == 0, second.errors
     assert second.losses() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.compiler
-def test_what_sums_in_bounded_time_leave_out_is_told(tmp_path: Path) -> None:
+def test_bounded_all_reduce_statistics_are_reported(tmp_path: Path) -> None:
     wide = "--hidden-size 128 --ffn-hidden-size 512 --train-iters 12 --tensorboard-dir board"
     fsccl = {"FSCCL_SHM": "0", "FSCCL_TAIL": "bounded", "FSCCL_TAIL_LIMIT": "100"}
     job = Job(tmp_path, f"{wide} --distributed-backend fsccl", ranks=2, **fsccl)
     assert job.wait() == 0, job.errors
-    told = [e for e in job.events("progress", 0) if e.get("tail_excluded") is not None]
-    assert told[-1].get("step") == 12
-    assert all(0 <= e.get("tail_excluded") <= 1 and e.get("tail_repeated") == 0 for e in told)
+    events = [e for e in job.events("progress", 0) if e.get("tail_excluded") is not None]
+    assert events[-1].get("step") == 12
+    assert all(0 <= e.get("tail_excluded") <= 1 and e.get("tail_repeated") == 0 for e in events)
     assert job.output.count("| tail excluded 0") + job.output.count("| tail excluded 1") == len(
-        told
+        events
     )
-    assert len(told) < 12  # the first sums are exact
-    mib = sum(buckets := [e.get("tail_mib") for e in told]) / len(buckets)
+    assert len(events) < 12  # the first operations are exact
+    mib = sum(buckets := [e.get("tail_mib") for e in events]) / len(buckets)
     assert mib > 0.25, "a bucket is larger than FSCCL_TAIL_BYTES"
-    assert all(e.get("tail_seconds") > 0 for e in told)
+    assert all(e.get("tail_seconds") > 0 for e in events)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(tmp_path / "board")).Reload()
-    kept = [round(one.value, 4) for one in board.Scalars("train/tail-mib")]
-    assert kept == pytest.approx(buckets, abs=1e-3)
-    assert len(board.Scalars("train/tail-seconds")) == len(told)
+    plotted = [round(scalar.value, 4) for scalar in board.Scalars("train/tail-mib")]
+    assert plotted == pytest.approx(buckets, abs=1e-3)
+    assert len(board.Scalars("train/tail-seconds")) == len(events)
 
 
 @pytest.mark.compiler
-def test_a_step_of_which_too_much_is_lost_is_left_out(tmp_path: Path) -> None:
-    """At a rate that nothing here reaches, deadlines pass before the gradients have come."""
+def test_step_with_too_much_loss_is_skipped(tmp_path: Path) -> None:
+    """The configured rate is unreachable, so deadlines expire before the gradients arrive."""
     wide = "--hidden-size 256 --ffn-hidden-size 16384 --num-layers 1 --train-iters 8"
-    hurried = {"FSCCL_TAIL_RATE": "1000000", "FSCCL_TAIL_LIMIT": "0", "FSCCL_TAIL_ABOVE": "skip"}
-    fsccl = {"FSCCL_SHM": "0", "FSCCL_TAIL": "bounded", **hurried}
+    tail_options = {
+        "FSCCL_TAIL_RATE": "1000000",
+        "FSCCL_TAIL_LIMIT": "0",
+        "FSCCL_TAIL_ABOVE": "skip",
+    }
+    fsccl = {"FSCCL_SHM": "0", "FSCCL_TAIL": "bounded", **tail_options}
     job = Job(tmp_path, f"{wide} --distributed-backend fsccl --log-params-norm", ranks=2, **fsccl)
     assert job.wait() == 0, job.errors
     steps = job.events("progress", 0)
-    # Four are exact to learn from, the fifth is lost, and two more are exact after it.
+    # Four steps are exact, to measure the rate. The fifth is lost. Two more are exact after it.
     assert [e.get("skipped_steps", 0) for e in steps[:7]] == [0, 0, 0, 0, 1, 0, 0]
     assert "step 5 is skipped: too much of its gradients was lost" in job.output + job.errors
     assert steps[4].get("tail_skipped") == 1
@@ -255,7 +276,7 @@ def test_a_step_of_which_too_much_is_lost_is_left_out(tmp_path: Path) -> None:
     assert norms[3] == norms[4] != norms[5], "the fifth changed the weights"
 
 
-def test_a_loss_that_is_not_finite_ends_the_job(tmp_path: Path) -> None:
+def test_non_finite_loss_ends_the_job(tmp_path: Path) -> None:
     job = Job(tmp_path, "--train-iters 20 --lr 1e37 --clip-grad 0 --save checkpoints", ranks=2)
     assert job.wait() == 1
     messages = [line for line in job.errors.splitlines() if line.startswith("error: ")]
@@ -279,7 +300,7 @@ def test_a_loss_that_is_not_finite_ends_the_job(tmp_path: Path) -> None:
     ],
     ids=["nccl-without-gpu", "unknown-module"],
 )
-def test_a_users_mistake_is_one_message(tmp_path: Path, arguments: str, expected: str) -> None:
+def test_user_error_is_one_message(tmp_path: Path, arguments: str, expected: str) -> None:
     job = Job(tmp_path, arguments)
     assert job.wait() == 2
     assert job.errors.startswith("error: ")
@@ -289,7 +310,7 @@ def test_a_users_mistake_is_one_message(tmp_path: Path, arguments: str, expected
 
 
 @pytest.mark.slow
-def test_the_published_core_on_a_cpu_says_what_to_run(tmp_path: Path) -> None:
+def test_published_core_on_a_cpu_explains_unpatch(tmp_path: Path) -> None:
     job = Job(tmp_path, "--train-iters 1", path=(ROOT,))
     assert job.wait() == 2
     assert "tools/patch/unpatch.py --backend Megatron-LM" in job.errors

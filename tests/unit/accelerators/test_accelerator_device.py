@@ -1,4 +1,4 @@
-"""What ranks ask of a chip, as far as a machine without any can tell."""
+"""Tests of adapters as used by ranks, without any accelerator."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flagscale.accelerators.base import Accelerator
-from flagscale.accelerators.device import Device, current, select
-from flagscale.accelerators.registry import accelerator
+from flagscale.accelerators.device import Device, current_device, select_device
+from flagscale.accelerators.registry import get_accelerator
 from flagscale.comm import registry
 from flagscale.comm.plugins import DeviceMap
 from flagscale.errors import ConfigError
@@ -37,8 +37,8 @@ class Xpu(Accelerator):
     dispatch_key = "XPU"
 
 
-class Own(Accelerator):
-    """A kind that torch calls something else."""
+class PrivateUse(Accelerator):
+    """A kind whose torch device type has another name."""
 
     name = "chip"
     default_backend = "cpu:gloo,privateuseone:own"
@@ -53,53 +53,53 @@ class Own(Accelerator):
         pytest.param(
             Xpu(), "no XPU device is visible (check ZE_AFFINITY_MASK and the driver)", id="xpu"
         ),
-        pytest.param(Own(), "torch cannot use chip here: ", id="privateuseone"),
+        pytest.param(PrivateUse(), "torch cannot use chip here: ", id="privateuseone"),
     ],
 )
-def test_an_adapter_alone_makes_a_chip_of_torchs(kind: Accelerator, missing: str) -> None:
+def test_adapter_attributes_suffice(kind: Accelerator, missing: str) -> None:
     torch_type = kind.default_backend.rpartition(",")[2].partition(":")[0]
     assert (kind.torch_type, kind.is_host) == (torch_type, False)
     assert torch.device(kind.torch_type, 1).type == torch_type if kind.plugin is None else True
-    assert (kind.missing() or "").startswith(missing)
+    assert (kind.explain_unavailable() or "").startswith(missing)
     with pytest.raises(ConfigError, match=f"device: {kind.name} is asked for, but "):
         kind.select(0)
-    backend = registry.backend(kind.default_backend)
+    backend = registry.get_backend(kind.default_backend)
     assert isinstance(backend, DeviceMap)
     assert backend.devices == ("cpu", torch_type)
 
 
 def test_the_cpu() -> None:
-    device = select("cpu", 7)
-    assert current() == device == Device.of(torch.device("cpu"))
+    device = select_device("cpu", 7)
+    assert current_device() == device == Device.from_torch(torch.device("cpu"))
     assert (device.kind, device.name, device.torch_device.type) == ("cpu", "cpu", "cpu")
     assert (device.is_host, device.compiles) == (True, False)
-    assert (device.multiplies_eight_bits, device.multiplies_blocks) == (True, True)
+    assert (device.supports_fp8, device.supports_block_scaled_fp8) == (True, True)
     assert device.product not in ("", "cpu")
     assert (device.peak_memory_gib(), device.peak_tflops(sixteen_bit=True)) == (None, None)
-    assert device.nominal_gb is None
+    assert device.nominal_bus_gb_per_second is None
     device.synchronize()
 
 
 @pytest.mark.parametrize("kind", ["tpu", "CPU"])
 def test_an_unknown_kind(kind: str) -> None:
     with pytest.raises(ConfigError, match=r"known: auto, cpu, cuda"):
-        select(kind, 0)
+        select_device(kind, 0)
 
 
-def test_a_type_of_torchs_that_no_kind_has() -> None:
+def test_unsupported_torch_device_type() -> None:
     with pytest.raises(ConfigError, match="no kind of device is called 'meta'"):
-        Device.of(torch.device("meta"))
+        Device.from_torch(torch.device("meta"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_kind_without_devices() -> None:
     with pytest.raises(ConfigError) as error:
-        select("cuda", 0)
+        select_device("cuda", 0)
     assert str(error.value) == (
         "device: cuda is asked for, but no CUDA device is visible (check CUDA_VISIBLE_DEVICES and "
         "the driver)\n  hint: or set device: cpu"
     )
-    assert select("auto", 0).kind == "cpu"
+    assert select_device("auto", 0).kind == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -111,5 +111,5 @@ def test_a_kind_without_devices() -> None:
         ("x", None),
     ],
 )
-def test_what_links_carry(product: str, nominal: float | None) -> None:
-    assert accelerator("cuda").bus_gb(product) == nominal
+def test_bus_bandwidth(product: str, nominal: float | None) -> None:
+    assert get_accelerator("cuda").bus_gb_per_second(product) == nominal

@@ -1,4 +1,4 @@
-"""How hosts tell what chips they have: bash of the adapters, checked and run by bash itself."""
+"""Tests of the adapters' bash code, checked and run by bash."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from flagscale.accelerators import probes
 from flagscale.accelerators.base import Accelerator
-from flagscale.accelerators.registry import accelerator, accelerators
+from flagscale.accelerators.registry import get_accelerator, list_device_accelerators
 
 HOSTILE = ["0", "", "it's", "two words", "$HOME `id` $(id)", '"q"', "a\nb", "}", "naïve 🚀"]
 
 
-def bash(program: str, **environment: str) -> str:
+def run_bash(program: str, **environment: str) -> str:
     done = subprocess.run(
         ["bash", "-uc", program], env=environment, capture_output=True, text=True, check=True
     )
@@ -24,8 +24,8 @@ def bash(program: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_a_host_that_nobody_asks_looks_for_every_kind() -> None:
-    assert "\n".join(probes.defaults_of_unprobed()) == (
+def test_unprobed_host_checks_every_kind() -> None:
+    assert "\n".join(probes.default_variables_script()) == (
         "if [[ -e /proc/driver/nvidia/gpus ]] || command -v nvidia-smi >/dev/null; then\n"
         "    # No NVLink multicast: it is not safe on hosts that are shared with others.\n"
         '    export NCCL_NVLS_ENABLE="${NCCL_NVLS_ENABLE:-0}"\n'
@@ -40,10 +40,10 @@ def test_a_host_that_nobody_asks_looks_for_every_kind() -> None:
 @pytest.mark.parametrize("value", HOSTILE)
 @pytest.mark.parametrize("given", [None, "the user's $own"], ids=["default", "given"])
 def test_values_are_quoted_by_construction(value: str, given: str | None) -> None:
-    lines = [*probes._exports({"A_VALUE": value}), "printenv A_VALUE"]
+    lines = [*probes._iter_exports({"A_VALUE": value}), "printenv A_VALUE"]
     environment = {"PATH": "/usr/bin:/bin", **({} if given is None else {"A_VALUE": given})}
     expected = value if given is None else given
-    assert bash("\n".join(lines), **environment) == f"{expected}\n"
+    assert run_bash("\n".join(lines), **environment) == f"{expected}\n"
 
 
 @pytest.mark.parametrize(
@@ -56,17 +56,17 @@ def test_values_are_quoted_by_construction(value: str, given: str | None) -> Non
     ],
 )
 def test_defaults_follow_the_devices(devices: dict[str, int], names: set[str]) -> None:
-    assert set(probes.defaults(devices)) == names
+    assert set(probes.default_variables(devices)) == names
 
 
-def test_what_hosts_are_asked_is_clean(tmp_path: Path) -> None:
+def test_count_scripts_pass_shellcheck(tmp_path: Path) -> None:
     beside = Path(sys.executable).with_name("shellcheck")
     tool = str(beside) if beside.exists() else shutil.which("shellcheck")
     if tool is None:
         pytest.skip("shellcheck is not installed")
     head = "# shellcheck shell=bash disable=SC2034\n"
-    for kind in accelerators():
-        program = f'{kind.look}\nif {kind.present}; then echo "$count"; fi\n'
+    for kind in list_device_accelerators():
+        program = f'{kind.count_script}\nif {kind.presence_condition}; then echo "$count"; fi\n'
         (tmp_path / f"{kind.name}.sh").write_text(head + program)
     files = map(str, tmp_path.glob("*.sh"))
     found = subprocess.run([tool, *files], capture_output=True, text=True, check=False)
@@ -89,15 +89,15 @@ class Counted(Accelerator):
         pytest.param("exit 3", 0, id="exits"),
     ],
 )
-def test_this_machine_counts_as_hosts_do(look: str, expected: int) -> None:
+def test_count_script_on_this_machine(look: str, expected: int) -> None:
     kind = Counted()
-    kind.look = look
-    assert kind.count() == expected
+    kind.count_script = look
+    assert kind.count_devices() == expected
 
 
-def test_cuda_counts_alike_in_both_ways() -> None:
-    cuda = accelerator("cuda")
-    assert cuda.count() == Accelerator.count(cuda)
+def test_cuda_count_methods_agree() -> None:
+    cuda = get_accelerator("cuda")
+    assert cuda.count_devices() == Accelerator.count_devices(cuda)
 
 
 # What the driver writes for each GPU.
@@ -112,11 +112,11 @@ Bus Type: \t PCIe
 @pytest.mark.parametrize(
     ("text", "product"), [(INFORMATION, "NVIDIA H100 80GB HBM3"), ("", ""), (None, "")]
 )
-def test_the_drivers_list_names_the_product(tmp_path: Path, text: str | None, product: str) -> None:
+def test_product_name_from_the_driver(tmp_path: Path, text: str | None, product: str) -> None:
     for bus in ("0000:0f:00.0", "0000:2d:00.0"):
         (tmp_path / bus).mkdir()
         if text is not None:
             (tmp_path / bus / "information").write_text(text)
-    look = accelerator("cuda").look.replace("/proc/driver/nvidia/gpus", str(tmp_path))
+    look = get_accelerator("cuda").count_script.replace("/proc/driver/nvidia/gpus", str(tmp_path))
     program = f'shopt -s nullglob\ncount=0 product=\n{look}\necho "$count,$product"'
-    assert bash(program, PATH="/usr/bin:/bin") == f"2,{product}\n"
+    assert run_bash(program, PATH="/usr/bin:/bin") == f"2,{product}\n"

@@ -1,4 +1,5 @@
-"""Kinds of devices by name: this project's own, those of packages, and what does not load."""
+"""Tests of the registry of device kinds: built-in kinds, packages, and adapters that fail to
+load."""
 
 from __future__ import annotations
 
@@ -10,22 +11,28 @@ from pathlib import Path
 
 import pytest
 
-from flagscale.accelerators.registry import accelerator, every, names, preferred, unusable
+from flagscale.accelerators.registry import (
+    choose_kind,
+    explain_unusable_kind,
+    get_accelerator,
+    list_accelerators,
+    list_device_kinds,
+)
 from flagscale.errors import ConfigError
 
 PROJECT = Path(__file__).resolve().parents[3]
 
 
-def test_own_kinds() -> None:
-    assert names() == ["auto", "cpu", "cuda"]
+def test_builtin_kinds() -> None:
+    assert list_device_kinds() == ["auto", "cpu", "cuda"]
     # The order in which `auto` looks.
-    assert [kind.name for kind in every()] == ["cuda", "cpu"]
-    assert [kind.is_host for kind in every()] == [False, True]
+    assert [kind.name for kind in list_accelerators()] == ["cuda", "cpu"]
+    assert [kind.is_host for kind in list_accelerators()] == [False, True]
 
 
 @pytest.mark.parametrize("kind", ["auto", "cpu", "cuda"])
-def test_what_can_be_named(kind: str) -> None:
-    assert unusable(kind) == ""
+def test_device_kind_names(kind: str) -> None:
+    assert explain_unusable_kind(kind) == ""
 
 
 @pytest.mark.parametrize(
@@ -38,11 +45,11 @@ def test_what_can_be_named(kind: str) -> None:
         pytest.param("$(id) \n'", id="hostile"),
     ],
 )
-def test_an_unknown_kind_is_told_the_known_ones(kind: str) -> None:
+def test_unknown_kind_lists_the_known_ones(kind: str) -> None:
     text = f"no kind of device is called {kind!r}; known: auto, cpu, cuda"
-    assert unusable(kind) == text
+    assert explain_unusable_kind(kind) == text
     with pytest.raises(ConfigError) as error:
-        accelerator(kind)
+        get_accelerator(kind)
     assert error.value.message == text
 
 
@@ -57,8 +64,8 @@ def test_an_unknown_kind_is_told_the_known_ones(kind: str) -> None:
         pytest.param("cuda", {}, "cuda", id="cuda-asked-for"),
     ],
 )
-def test_which_kind_ranks_use(wanted: str, devices: dict[str, int], expected: str) -> None:
-    assert preferred(wanted, devices) == expected
+def test_choose_kind(wanted: str, devices: dict[str, int], expected: str) -> None:
+    assert choose_kind(wanted, devices) == expected
 
 
 PACKAGE = """\
@@ -81,8 +88,8 @@ cpu = chips:Good
 """
 
 
-def test_packages_bring_kinds_and_broken_ones_say_why(tmp_path: Path) -> None:
-    """In a process of its own: installed packages are looked at once."""
+def test_kinds_of_packages_and_load_errors(tmp_path: Path) -> None:
+    """Runs in a new process, because installed packages are searched once."""
     about = tmp_path / "chips-1.0.dist-info"
     about.mkdir()
     (tmp_path / "chips.py").write_text(PACKAGE)
@@ -90,8 +97,9 @@ def test_packages_bring_kinds_and_broken_ones_say_why(tmp_path: Path) -> None:
     (about / "entry_points.txt").write_text(ENTRIES)
     program = (
         "import json; from flagscale.accelerators.registry import *; from sys import modules;"
-        "print(json.dumps([[k.name for k in every()], type(accelerator('cpu')).__name__,"
-        "broken(), unusable('raises'), names(), 'torch' in modules]))"
+        "print(json.dumps([[k.name for k in list_accelerators()],"
+        "type(get_accelerator('cpu')).__name__, list_broken_kinds(),"
+        "explain_unusable_kind('raises'), list_device_kinds(), 'torch' in modules]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

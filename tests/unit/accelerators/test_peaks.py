@@ -24,13 +24,13 @@ from flagscale.accelerators.device import Device
         ("Frobnicator 9000", None, None, None),
     ],
 )
-def test_what_is_known_of_products(
+def test_product_data(
     name: str, peak: float | None, bandwidth: float | None, eight: bool | None
 ) -> None:
     cuda = Cuda()
     assert cuda.peak_tflops(name) == peak
-    assert cuda.bandwidth_gb(name) == bandwidth
-    assert cuda.knows_eight_bits(name) is eight
+    assert cuda.memory_gb_per_second(name) == bandwidth
+    assert cuda.product_supports_fp8(name) is eight
 
 
 def test_no_peak_in_fp32() -> None:

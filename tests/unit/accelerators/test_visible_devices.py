@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from flagscale.accelerators.visible import automatic_ranks, hidden, visible_devices
+from flagscale.accelerators.visible import (
+    count_automatic_ranks,
+    count_visible_devices,
+    hides_all_devices,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +27,7 @@ from flagscale.accelerators.visible import automatic_ranks, hidden, visible_devi
     ],
 )
 def test_visible_devices(environment: dict[str, str], expected: int | None) -> None:
-    assert visible_devices(environment) == expected
+    assert count_visible_devices(environment) == expected
 
 
 @pytest.mark.parametrize(
@@ -39,7 +43,7 @@ def test_visible_devices(environment: dict[str, str], expected: int | None) -> N
     ],
 )
 def test_automatic_ranks(environment: dict[str, str], installed: int, expected: int) -> None:
-    assert automatic_ranks(environment, {"cuda": installed}) == expected
+    assert count_automatic_ranks(environment, {"cuda": installed}) == expected
 
 
 @pytest.mark.parametrize(
@@ -51,13 +55,13 @@ def test_automatic_ranks(environment: dict[str, str], installed: int, expected: 
         pytest.param("cpu", {}, 8, id="cpu-changes-nothing"),
     ],
 )
-def test_the_kind_that_is_asked_for_is_counted(
+def test_configured_kind_is_counted(
     wanted: str, environment: dict[str, str], expected: int
 ) -> None:
-    assert automatic_ranks(environment, {"cuda": 8}, wanted) == expected
+    assert count_automatic_ranks(environment, {"cuda": 8}, wanted) == expected
 
 
-def test_hidden() -> None:
-    assert hidden({"CUDA_VISIBLE_DEVICES": ""}, "cuda")
-    assert not hidden({"CUDA_VISIBLE_DEVICES": "0"}, "cuda")
-    assert not hidden({}, "cuda")
+def test_hides_all_devices() -> None:
+    assert hides_all_devices({"CUDA_VISIBLE_DEVICES": ""}, "cuda")
+    assert not hides_all_devices({"CUDA_VISIBLE_DEVICES": "0"}, "cuda")
+    assert not hides_all_devices({}, "cuda")

@@ -1,4 +1,4 @@
-"""Records of a checkpoint against their checksums."""
+"""Verification of a checkpoint's records against their checksums."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.torch
 FILE = "__0_0.distcp"
 
 
-def written(path: Path) -> list[tuple[Any, Any]]:
-    """Three records in one file, as a checkpoint's metadata places them."""
+def checkpoint(path: Path) -> list[tuple[Any, Any]]:
+    """Write three records into one file, with their locations as in a checkpoint's metadata."""
     import torch
 
     storage = []
@@ -39,52 +39,52 @@ def damage(path: Path, place: Any) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
-def test_what_is_whole_passes(tmp_path: Path, parts: int) -> None:
-    from flagscale.train.checkpoint.checksums import verify
+def test_undamaged_records_pass(tmp_path: Path, parts: int) -> None:
+    from flagscale.train.checkpoint.checksums import verify_checksums
 
-    storage = written(tmp_path)
+    storage = checkpoint(tmp_path)
     for part in range(parts):
-        verify(tmp_path, storage, part, parts)
+        verify_checksums(tmp_path, storage, part, parts)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_one_bit_is_found_by_the_part_that_has_it(tmp_path: Path, number: int) -> None:
-    from flagscale.train.checkpoint.checksums import verify
+def test_a_flipped_bit_is_detected_in_its_share(tmp_path: Path, number: int) -> None:
+    from flagscale.train.checkpoint.checksums import verify_checksums
 
-    storage = written(tmp_path)
+    storage = checkpoint(tmp_path)
     damage(tmp_path, storage[number][1])
-    found = []
+    detected = []
     for part in range(3):
         try:
-            verify(tmp_path, storage, part, 3)
+            verify_checksums(tmp_path, storage, part, 3)
         except CheckpointError as error:
-            found.append(error.message)
-    assert len(found) == 1
-    assert found[0].startswith(f"{tmp_path / FILE}: weight_{number} is not as it was written")
+            detected.append(error.message)
+    assert len(detected) == 1
+    assert detected[0].startswith(f"{tmp_path / FILE}: weight_{number} is not as it was written")
 
 
-def test_a_file_that_is_cut_or_gone(tmp_path: Path) -> None:
-    from flagscale.train.checkpoint.checksums import verify
+def test_a_truncated_or_missing_file(tmp_path: Path) -> None:
+    from flagscale.train.checkpoint.checksums import verify_checksums
 
-    storage = written(tmp_path)
+    storage = checkpoint(tmp_path)
     file = tmp_path / FILE
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(CheckpointError, match="weight_2"):
-        verify(tmp_path, storage, 0, 1)
+        verify_checksums(tmp_path, storage, 0, 1)
     file.unlink()
     with pytest.raises(CheckpointError, match="No such file"):
-        verify(tmp_path, storage, 0, 1)
+        verify_checksums(tmp_path, storage, 0, 1)
 
 
-def test_what_has_no_checksums_passes(tmp_path: Path) -> None:
-    """As the first versions of ``flagscale convert`` wrote it."""
+def test_records_without_checksums_pass(tmp_path: Path) -> None:
+    """The first versions of ``flagscale convert`` wrote none."""
     from torch.serialization import set_crc32_options
 
-    from flagscale.train.checkpoint.checksums import verify
+    from flagscale.train.checkpoint.checksums import verify_checksums
 
     set_crc32_options(False)
     try:
-        storage = written(tmp_path)
+        storage = checkpoint(tmp_path)
     finally:
         set_crc32_options(True)
-    verify(tmp_path, storage, 0, 1)
+    verify_checksums(tmp_path, storage, 0, 1)

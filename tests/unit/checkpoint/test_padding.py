@@ -1,4 +1,4 @@
-"""Padding of buckets, put back where megatron.core leaves it out."""
+"""Restored padding of buckets that megatron.core leaves out."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.torch
         pytest.param([1, 2, 3, 4], [(1, 2), (1, 2), (2, 3)], [1, 0, 2, 0, 3, 4, 0], id="three"),
     ],
 )
-def test_spread(flat: list[int], sizes: list[tuple[int, int]], expected: list[int]) -> None:
-    from flagscale.train.checkpoint.padding import spread
+def test_insert_padding(flat: list[int], sizes: list[tuple[int, int]], expected: list[int]) -> None:
+    from flagscale.train.checkpoint.bucket_padding import insert_padding
 
-    assert spread(torch.tensor(flat), sizes).tolist() == expected
+    assert insert_padding(torch.tensor(flat), sizes).tolist() == expected
 
 
 def test_only_gathering_inside_the_context_is_changed() -> None:
-    from flagscale.train.checkpoint.padding import padded_buckets
+    from flagscale.train.checkpoint.bucket_padding import keep_bucket_padding
 
     def bucket(bare: int, full: int) -> Any:
         return SimpleNamespace(numel_unpadded=bare, grad_data=torch.empty(full))
@@ -41,7 +41,7 @@ def test_only_gathering_inside_the_context_is_changed() -> None:
 
     part = Optimizer()
     plain = SimpleNamespace()  # an optimizer that is not distributed
-    with padded_buckets(SimpleNamespace(chained_optimizers=[part, plain])):
+    with keep_bucket_padding(SimpleNamespace(chained_optimizers=[part, plain])):
         gathered = part.get_parameter_state_dp_zero()[0]["fp32"]
         assert gathered["param"].tolist() == [5, 0, 6]
         assert gathered["numel_unpadded"] == 2

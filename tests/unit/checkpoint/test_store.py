@@ -1,4 +1,4 @@
-"""Checkpoint directories: which one is found, which are kept, what a killed run leaves."""
+"""Checkpoint directories: selection, retention, and leftovers of a killed run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flagscale.checkpoints import MANIFEST, REQUIRED, TRACKER, answer, check_whole
+from flagscale.checkpoints import MANIFEST, REQUIRED, TRACKER, check_complete, describe_latest
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.store import CheckpointStore
 
@@ -34,53 +34,57 @@ def save(store: CheckpointStore, *iterations: int) -> None:
         store.publish(iteration, {"layout": {"world": 2}})
 
 
-def flip(path: Path, position: int = 3) -> None:
-    """Turn one bit over; the size stays."""
+def flip_bit(path: Path, position: int = 3) -> None:
+    """Flip one bit; the size stays the same."""
     data = bytearray(path.read_bytes())
     data[position] ^= 1
     path.write_bytes(data)
 
 
-def rewrite(path: Path, old: str, new: str) -> None:
+def replace_text(path: Path, old: str, new: str) -> None:
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
 
 
-def listed(store: CheckpointStore) -> list[str]:
+def list_checkpoints(store: CheckpointStore) -> list[str]:
     return sorted(path.name for path in store.root.iterdir())
 
 
-def tracker(store: CheckpointStore) -> str:
+def read_tracker(store: CheckpointStore) -> str:
     return (store.root / TRACKER).read_text()
 
 
 def test_a_published_checkpoint_is_found(store: CheckpointStore) -> None:
     save(store, 5, 10)
-    found = store.find()
-    assert found is not None
-    assert (found.path.name, found.iteration, found.skipped) == ("iter_0000010", 10, ())
-    assert found.content["layout"] == {"world": 2}
-    assert tracker(store) == "10\n"
-    assert listed(store) == ["iter_0000005", "iter_0000010", TRACKER]
+    checkpoint = store.find_latest()
+    assert checkpoint is not None
+    assert (checkpoint.path.name, checkpoint.iteration, checkpoint.skipped) == (
+        "iter_0000010",
+        10,
+        (),
+    )
+    assert checkpoint.content["layout"] == {"world": 2}
+    assert read_tracker(store) == "10\n"
+    assert list_checkpoints(store) == ["iter_0000005", "iter_0000010", TRACKER]
 
 
-def test_nothing_is_found_in_nothing(store: CheckpointStore) -> None:
-    assert store.find() is None
+def test_an_empty_directory_has_no_checkpoint(store: CheckpointStore) -> None:
+    assert store.find_latest() is None
     store.root.mkdir()
     (store.root / "wandb").mkdir()
     (store.root / "iter_12").mkdir()  # not a name that is written here
-    assert store.find() is None
+    assert store.find_latest() is None
 
 
-def test_a_checkpoint_under_way_is_not_seen(store: CheckpointStore) -> None:
+def test_an_incomplete_checkpoint_is_not_found(store: CheckpointStore) -> None:
     save(store, 1)
     (store.begin(2) / "a.distcp").write_bytes(b"x")
-    found = store.find()
-    assert found is not None
-    assert (found.iteration, found.skipped) == (1, ())
+    checkpoint = store.find_latest()
+    assert checkpoint is not None
+    assert (checkpoint.iteration, checkpoint.skipped) == (1, ())
     store.abandon(2)
-    assert listed(store) == ["iter_0000001", TRACKER]
+    assert list_checkpoints(store) == ["iter_0000001", TRACKER]
 
 
 @pytest.mark.parametrize(
@@ -96,30 +100,30 @@ def test_a_checkpoint_under_way_is_not_seen(store: CheckpointStore) -> None:
                      id="cut-manifest"),
         pytest.param(lambda p: (p / MANIFEST).unlink() or (p / "metadata.json").unlink(),
                      "metadata.json is missing", id="no-manifest"),
-        *(pytest.param(lambda p, name=name: flip(p / name),
+        *(pytest.param(lambda p, name=name: flip_bit(p / name),
                        f"{name} is not as it was written: its SHA-256 differs", id=f"flip-{name}")
           for name in REQUIRED),
-        pytest.param(lambda p: rewrite(p / MANIFEST, '"world": 2', '"world": 3'),
+        pytest.param(lambda p: replace_text(p / MANIFEST, '"world": 2', '"world": 3'),
                      "manifest.json is not as it was written", id="other-manifest"),
     ],
 )  # fmt: skip
-def test_damage_is_passed_over(store: CheckpointStore, edit: object, reason: str) -> None:
+def test_damaged_checkpoints_are_skipped(store: CheckpointStore, edit: object, reason: str) -> None:
     save(store, 1, 2)
     edit(store.path(2))  # type: ignore[operator]
-    found = store.find()
-    assert found is not None
-    assert found.iteration == 1
-    [skipped] = found.skipped
+    checkpoint = store.find_latest()
+    assert checkpoint is not None
+    assert checkpoint.iteration == 1
+    [skipped] = checkpoint.skipped
     assert skipped.startswith("iter_0000002: ")
     assert reason in skipped
 
 
-def test_all_damaged(store: CheckpointStore) -> None:
+def test_only_damaged_checkpoints_are_an_error(store: CheckpointStore) -> None:
     save(store, 1, 2)
     for iteration in (1, 2):
         (store.path(iteration) / "a.distcp").unlink()
     with pytest.raises(CheckpointError) as caught:
-        store.find()
+        store.find_latest()
     assert "holds no whole checkpoint" in str(caught.value)
     assert "iter_0000001: a.distcp is missing" in str(caught.value)
 
@@ -140,10 +144,10 @@ def test_the_tracker_file(
     save(store, 1, 2, 3)
     path = store.root / TRACKER
     path.unlink() if text is None else path.write_text(text)
-    found = store.find()
-    assert found is not None
-    assert found.iteration == iteration
-    assert [remark in item for item in found.skipped] == ([True] if remark else [])  # type: ignore[operator]
+    checkpoint = store.find_latest()
+    assert checkpoint is not None
+    assert checkpoint.iteration == iteration
+    assert [remark in item for item in checkpoint.skipped] == ([True] if remark else [])  # type: ignore[operator]
 
 
 def test_an_iteration_that_is_saved_again_replaces(store: CheckpointStore) -> None:
@@ -151,17 +155,17 @@ def test_an_iteration_that_is_saved_again_replaces(store: CheckpointStore) -> No
     (store.path(1) / "old").touch()
     save(store, 1)
     assert not (store.path(1) / "old").exists()
-    assert listed(store) == ["iter_0000001", TRACKER]
+    assert list_checkpoints(store) == ["iter_0000001", TRACKER]
 
 
-def test_what_a_killed_run_leaves_is_cleared(store: CheckpointStore) -> None:
+def test_leftovers_of_a_killed_run_are_deleted(store: CheckpointStore) -> None:
     save(store, 1, 2)
     (store.root / ".iter_0000003.partial" / "sub").mkdir(parents=True)
     (store.root / ".iter_0000004.removed").mkdir()
     store.path(2).rename(store.root / ".iter_0000002.replaced")  # between the two renames
     (store.root / ".iter_0000009.partial.txt").touch()  # not ours
     save(store, 3)
-    assert listed(store) == [
+    assert list_checkpoints(store) == [
         ".iter_0000009.partial.txt", *(f"iter_000000{i}" for i in (1, 2, 3)), TRACKER,
     ]  # fmt: skip
 
@@ -173,7 +177,7 @@ def test_what_a_killed_run_leaves_is_cleared(store: CheckpointStore) -> None:
     keep=st.integers(1, 4),
     newest=st.integers(1, 30),
 )
-def test_keeping(
+def test_retention(
     tmp_path_factory: pytest.TempPathFactory,
     iterations: list[int],
     damaged: set[int],
@@ -185,21 +189,21 @@ def test_keeping(
     for iteration in damaged - {newest}:
         if store.path(iteration).exists():
             (store.path(iteration) / "a.distcp").unlink()
-    store.remove(store.superseded(newest, keep))
-    left = set(store.iterations())
-    whole = {i for i in left if i not in damaged or i == newest}
-    assert newest in left
-    assert {i for i in iterations if i > newest} <= left  # training went back: not touched
+    store.remove(store.list_superseded(newest, keep))
+    remaining = set(store.iterations())
+    whole = {i for i in remaining if i not in damaged or i == newest}
+    assert newest in remaining
+    assert {i for i in iterations if i > newest} <= remaining  # training went back: not touched
     older = sorted((i for i in {*iterations} - damaged if i < newest), reverse=True)
     assert {i for i in whole if i < newest} == set(older[: keep - 1])
     assert not list(store.root.glob(".iter_*"))
 
 
-def test_keeping_one_removes_the_damaged_too(store: CheckpointStore) -> None:
+def test_keeping_one_deletes_damaged_ones_too(store: CheckpointStore) -> None:
     save(store, 1, 2, 3)
     (store.path(1) / "a.distcp").unlink()
-    assert store.superseded(3, 1) == [store.path(2), store.path(1)]
-    assert store.superseded(3, 5) == []
+    assert store.list_superseded(3, 1) == [store.path(2), store.path(1)]
+    assert store.list_superseded(3, 5) == []
 
 
 def test_the_manifest_lists_every_file(store: CheckpointStore) -> None:
@@ -207,32 +211,34 @@ def test_the_manifest_lists_every_file(store: CheckpointStore) -> None:
     manifest = json.loads((store.path(7) / MANIFEST).read_text())
     sizes = {name: len(name) + 6 for name in REQUIRED}
     assert manifest["files"] == {"a.distcp": 100, "sub/b": 1, **sizes}
-    assert check_whole(store.path(7)) == {"version": 1, "iteration": 7, "layout": {"world": 2}}
+    assert check_complete(store.path(7)) == {"version": 1, "iteration": 7, "layout": {"world": 2}}
 
 
-def test_a_manifest_from_before_there_were_checksums(store: CheckpointStore) -> None:
+def test_a_manifest_without_checksums(store: CheckpointStore) -> None:
     save(store, 7)
     path = store.path(7) / MANIFEST
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps({k: v for k, v in manifest.items() if k not in ("seal", "digests")}))
-    flip(store.path(7) / "common.pt")
-    assert check_whole(store.path(7))["layout"] == {"world": 2}
+    flip_bit(store.path(7) / "common.pt")
+    assert check_complete(store.path(7))["layout"] == {"world": 2}
 
 
-def test_what_a_host_answers(store: CheckpointStore) -> None:
-    assert answer(str(store.root)) == {}
+def test_the_answer_of_a_host(store: CheckpointStore) -> None:
+    assert describe_latest(str(store.root)) == {}
     save(store, 1, 2)
-    flip(store.path(2) / "common.pt")
+    flip_bit(store.path(2) / "common.pt")
     words = [sys.executable, "-X", "importtime", "-m", "flagscale.checkpoints", str(store.root)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert not re.search(r"\| +torch\b", done.stderr)
-    assert json.loads(done.stdout) == {
+    process = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert not re.search(r"\| +torch\b", process.stderr)
+    assert json.loads(process.stdout) == {
         "path": str(store.path(1)),
         "iteration": 1,
         "content": {"version": 1, "iteration": 1, "layout": {"world": 2}},
         "skipped": ["iter_0000002: common.pt is not as it was written: its SHA-256 differs"],
     }
-    flip(store.path(1) / "common.pt")
-    told = answer(str(store.root))
-    assert told["refused"].startswith(f"{store.root}: holds no whole checkpoint:\n  iter_0000002:")
-    assert "remove the damaged directories" in told["hint"]
+    flip_bit(store.path(1) / "common.pt")
+    answer = describe_latest(str(store.root))
+    assert answer["refused"].startswith(
+        f"{store.root}: holds no whole checkpoint:\n  iter_0000002:"
+    )
+    assert "remove the damaged directories" in answer["hint"]

@@ -53,7 +53,7 @@ def test_a_known_measurement() -> None:
     assert mfu == pytest.approx(0.501, abs=0.001)
 
 
-def test_a_mixture_counts_the_chosen_experts_only() -> None:
+def test_only_selected_experts_are_counted() -> None:
     dense = flops_per_token(model(), 1000)
     mixture = flops_per_token(model(num_moe_experts=8, moe_router_topk=1), 1000)
     assert mixture - dense == pytest.approx(6 * 32 * 4096 * 8)
@@ -68,7 +68,7 @@ def test_dense_layers_between_mixtures() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 99, 100, 4096])
-def test_a_window_leaves_out_what_lies_before_it(window: int) -> None:
+def test_window_limits_attention(window: int) -> None:
     def of_attention(**changes: Any) -> float:
         own = {"seq_length": 100, "num_layers": 1}
         return flops_per_token(model(**own, **changes), 0) - flops_per_token(

@@ -1,4 +1,4 @@
-"""Memory, arithmetic and time by calculation, beside each other."""
+"""Tests of calculated memory, FLOP and time, compared with each other."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from argparse import Namespace
 
 import pytest
 
-from flagscale.config.arguments.parser import parse_arguments
-from flagscale.config.arguments.pipeline import layers_of_stages
-from flagscale.config.arguments.resolve import resolve
+from flagscale.config.arguments.derive import derive_arguments
+from flagscale.config.arguments.rules.parallel_layout import layers_of_stages
+from flagscale.config.arguments.spec.parser import parse_arguments
 from flagscale.estimate import op_times
-from flagscale.estimate.arithmetic import Layer
-from flagscale.estimate.forecast import Forecast, forecast
-from flagscale.estimate.op_times import Chip
+from flagscale.estimate.arithmetic import LayerKind
+from flagscale.estimate.forecast import Forecast, forecast_step
+from flagscale.estimate.op_times import DevicePeaks
 
 LLAMA = """
 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8
@@ -27,14 +27,14 @@ TP2_PP2 = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-p
 
 
 def llama(more: str, world: int = 1) -> Namespace:
-    return resolve(parse_arguments(f"{LLAMA} {more}".split()), world)
+    return derive_arguments(parse_arguments(f"{LLAMA} {more}".split()), world)
 
 
 def llama_forecast(more: str, world: int = 1) -> Forecast:
-    return forecast(llama(more, world), VOCABULARY)
+    return forecast_step(llama(more, world), VOCABULARY)
 
 
-def test_context_parallelism_keeps_the_whole_keys_and_values() -> None:
+def test_context_parallelism_keeps_all_keys_and_values() -> None:
     long = f"{COMPILED} {WHOLE} --seq-length 65536 --context-parallel-size"
     kept = [llama_forecast(f"{long} {cp}", 8).stages[0].memory.activations for cp in (4, 8)]
     # Of 32 layers keys and values of 8 heads of 128 each; all else is shared out.
@@ -43,7 +43,7 @@ def test_context_parallelism_keeps_the_whole_keys_and_values() -> None:
 
 
 @pytest.mark.parametrize(("ends", "eight"), [("", 32), ("--first-last-layers-bf16", 30)])
-def test_weights_in_eight_bits_are_kept_beside_them(ends: str, eight: int) -> None:
+def test_fp8_copies_are_added_to_weights(ends: str, eight: int) -> None:
     plain, cast = (
         llama_forecast(f"{COMPILED} {WHOLE} {fp8}").stages[0].memory
         for fp8 in ("", f"--fp8 hybrid {ends}")
@@ -67,10 +67,10 @@ def test_the_8b_model_has_8_billion_weights() -> None:
     assert stage.memory.optimizer == 12 * 8_030_261_248
 
 
-def test_every_operation_is_somebodys() -> None:
+def test_flops_of_stages_add_up() -> None:
     found = llama_forecast(f"{WHOLE} {TP2_PP2}", 4)
-    done = sum(sum(stage.work) * stage.ranks for stage in found.stages)
-    assert done * found.micro_batches == pytest.approx(found.work)
+    done = sum(sum(stage.flops) * stage.ranks for stage in found.stages)
+    assert done * found.micro_batches == pytest.approx(found.flops_per_step)
 
 
 @pytest.mark.parametrize(
@@ -80,12 +80,12 @@ def test_every_operation_is_somebodys() -> None:
          "activations"),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 20",
          "activations"),
-        ("--transformer-impl compiled", "moment"),
+        ("--transformer-impl compiled", "transient"),
         (TP2_PP2, "weights"),
         ("--context-parallel-size 2", "activations"),
     ],
 )  # fmt: skip
-def test_what_takes_less(less: str, of: str) -> None:
+def test_memory_savings(less: str, of: str) -> None:
     before = llama_forecast(f"{LOCAL} {WHOLE}", 4).stages[0].memory
     after = llama_forecast(f"{LOCAL} {WHOLE} {less}", 4).stages[0].memory
     assert getattr(after, of) < 0.6 * getattr(before, of)
@@ -104,21 +104,25 @@ def test_recomputing_all_keeps_the_inputs_of_layers() -> None:
 )
 def test_as_few_layers_as_fit_are_recomputed(gib: int, expected: list[int] | None) -> None:
     pipeline = f"{WHOLE} --pipeline-model-parallel-size 4 --recompute-granularity"
-    stages = forecast(llama(f"{pipeline} auto", 4), VOCABULARY, [gib * 2.0**30] * 4).stages
+    stages = forecast_step(llama(f"{pipeline} auto", 4), VOCABULARY, [gib * 2.0**30] * 4).stages
 
     def otherwise(index: int, count: int) -> float:
         block = f"full --recompute-method block --recompute-num-layers {count}" if count else ""
         way = f"{pipeline} {block}" if count else pipeline.rpartition(" ")[0]
-        return llama_forecast(way, 4).stages[index].memory.all
+        return llama_forecast(way, 4).stages[index].memory.total
 
     for index, stage in enumerate(stages):
         others = [otherwise(index, count) for count in range(9)]
-        assert stage.memory.all == others[stage.recomputed]
+        assert stage.memory.total == others[stage.recomputed_layers]
         if expected is None:
-            assert stage.memory.all == min(others)
+            assert stage.memory.total == min(others)
         else:
-            assert stage.recomputed == expected[index]
-            assert stage.memory.all <= gib * 2**30 < min(others[: stage.recomputed], default=1e18)
+            assert stage.recomputed_layers == expected[index]
+            assert (
+                stage.memory.total
+                <= gib * 2**30
+                < min(others[: stage.recomputed_layers], default=1e18)
+            )
 
 
 @pytest.mark.parametrize(
@@ -128,9 +132,9 @@ def test_as_few_layers_as_fit_are_recomputed(gib: int, expected: list[int] | Non
 def test_recomputing_takes_time(method: str, factor: float) -> None:
     plain = llama_forecast(WHOLE)
     found = llama_forecast(f"{WHOLE} --recompute-granularity full --recompute-method {method}")
-    chip = Chip(1e15)
-    layer = op_times.layer(llama(WHOLE), Layer(mixture=False)).forward.seconds(chip)
-    more = found.played([chip]).seconds - plain.played([chip]).seconds
+    chip = DevicePeaks(1e15)
+    layer = op_times.layer_load(llama(WHOLE), LayerKind(is_moe=False)).forward.duration(chip)
+    more = found.simulate([chip]).seconds - plain.simulate([chip]).seconds
     assert more == pytest.approx(16 * factor * 32 * layer)
 
 
@@ -139,10 +143,13 @@ def test_a_device_waits_for_a_host_unless_steps_are_captured() -> None:
     tiny += " --num-attention-heads 2 --num-query-groups 2 --global-batch-size 16"
     captured = "--cuda-graph-impl local --cuda-graph-scope full_iteration"
     slow, quick = (llama_forecast(f"{tiny} {more}") for more in ("", captured))
-    assert quick.played([Chip(1e15)]).seconds < 0.3 * slow.played([Chip(1e15)]).seconds
+    assert (
+        quick.simulate([DevicePeaks(1e15)]).seconds
+        < 0.3 * slow.simulate([DevicePeaks(1e15)]).seconds
+    )
     # A device ten times as quick is of no use where the host is slow.
-    assert slow.played([Chip(1e16)]).seconds == slow.played([Chip(1e15)]).seconds
-    assert quick.played([Chip(1e16)]).seconds < quick.played([Chip(1e15)]).seconds
+    assert slow.simulate([DevicePeaks(1e16)]).seconds == slow.simulate([DevicePeaks(1e15)]).seconds
+    assert quick.simulate([DevicePeaks(1e16)]).seconds < quick.simulate([DevicePeaks(1e15)]).seconds
 
 
 def test_earlier_stages_hold_more_micro_batches() -> None:

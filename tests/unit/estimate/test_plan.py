@@ -1,4 +1,4 @@
-"""What is said of an experiment before it runs."""
+"""Tests of the estimates and notes of experiments."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flagscale.config.load import load
 from flagscale.config.schema import Experiment, Options
 from flagscale.errors import ConfigError
 from flagscale.estimate import cost_cache
-from flagscale.estimate.costs import DENSE, Cost, Costs
-from flagscale.estimate.notes import notes
-from flagscale.estimate.plan import of_experiment
-from flagscale.estimate.show import as_json
-from flagscale.launcher.preview import estimate
+from flagscale.estimate.costs import DENSE, PartCost, RankCosts
+from flagscale.estimate.notes import estimate_notes
+from flagscale.estimate.plan import estimate_experiment
+from flagscale.estimate.show import to_json
+from flagscale.launcher.preview import print_estimate
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 CONF = REPOSITORY / "examples" / "llama3" / "conf"
@@ -66,29 +66,29 @@ REPLICAS = (
 
 
 def test_meshes_with_memory_and_work(loaded: Load) -> None:
-    assert list(notes(loaded("train_hetero"), A800_AND_BI)) == [
+    assert list(estimate_notes(loaded("train_hetero"), A800_AND_BI)) == [
         "stage 0, mesh 0 (A800 tp2 dp8): a rank takes 56.8 GiB (weights 4.1, gradients 8.3, "
-        "optimizer 3.1, activations 40.5, for a moment 0.7) and does the most arithmetic",
+        "optimizer 3.1, activations 40.5, transient 0.7) and does the most arithmetic",
         "stage 1, mesh 1 (BI dp16): a rank takes 41.4 GiB (weights 6.7, gradients 13.3, optimizer "
-        "2.5, activations 15.8, for a moment 3.1) and does 0.89 x the arithmetic of one of stage "
+        "2.5, activations 15.8, transient 3.1) and does 0.89 x the arithmetic of one of stage "
         "0, mesh 0 (A800 tp2 dp8)",
         "how long stages compute and wait is not known: no peak is known of type=BI, and "
         "train.system.peak_tflops gives none",
     ]
 
 
-def test_the_time_of_each_of_unlike_meshes(loaded: Load) -> None:
-    """A peak that is given is the one of the devices that nobody knows."""
+def test_times_of_heterogeneous_meshes(loaded: Load) -> None:
+    """``peak_tflops`` applies to the devices whose peak is unknown."""
     experiment = loaded("train_hetero", "+train.system.peak_tflops=100")
-    made = of_experiment(experiment, A800_AND_BI)
-    found = made.timed
+    made = estimate_experiment(experiment, A800_AND_BI)
+    found = made.step_time
     assert found is not None
     assert made.peaks == [312, 100]
-    work = [64 * sum(stage.work) for stage in made.forecast.stages]
+    work = [64 * sum(stage.flops) for stage in made.forecast.stages]
     # Such layers reach about three fifths of a peak.
     expected = (work[0] / (0.6 * 312e12), work[1] / (0.6 * 100e12))
     assert found.busy == pytest.approx(expected, rel=0.06)
-    step, computing = list(notes(experiment, A800_AND_BI))[2:]
+    step, computing = list(estimate_notes(experiment, A800_AND_BI))[2:]
     assert step == (
         f"a step takes {found.seconds:.3g} s, as layers do on an H200, other communication hidden"
     )
@@ -100,7 +100,7 @@ def test_the_time_of_each_of_unlike_meshes(loaded: Load) -> None:
 
 
 def test_meshes_of_no_type_have_memory_too(loaded: Load) -> None:
-    first, second, time = notes(loaded("train_hetero", "train=tiny_hetero"), on(None, 4))
+    first, second, time = estimate_notes(loaded("train_hetero", "train=tiny_hetero"), on(None, 4))
     assert "(tp2): a rank takes" in first
     assert " MiB (weights" in first
     assert second.endswith("does the most arithmetic")
@@ -110,12 +110,12 @@ def test_meshes_of_no_type_have_memory_too(loaded: Load) -> None:
 def test_times_that_were_measured(loaded: Load) -> None:
     experiment = loaded("train_hetero", "train.system.hetero.hetero_pipeline_layer_split=auto")
     hosts = A800_AND_BI
-    args = of_experiment(experiment, hosts).args
+    args = estimate_experiment(experiment, hosts).args
     for index, seconds in enumerate((0.01, 0.03)):
-        costs = Costs({DENSE: Cost(seconds, 2 * seconds)})
-        path = cost_cache.path_of(vars(args), args.meshes, index)
-        cost_cache.write(path, cost_cache.Kept(costs, {}, "2026-11-23"))
-    assert list(notes(experiment, hosts))[-3:] == [
+        costs = RankCosts({DENSE: PartCost(seconds, 2 * seconds)})
+        path = cost_cache.mesh_cost_path(vars(args), args.meshes, index)
+        cost_cache.write_costs(path, cost_cache.CachedCosts(costs, {}, "2026-11-23"))
+    assert list(estimate_notes(experiment, hosts))[-3:] == [
         "a step takes 46.8 s, layers 24+8, by times measured on 2026-11-23",
         "computing: stage 0 for 46.08 s of it (idle 2%), stage 1 for 46.08 s of it (idle 2%); the "
         "busiest stage 0% longer than stages on average",
@@ -123,14 +123,14 @@ def test_times_that_were_measured(loaded: Load) -> None:
     ]
 
 
-def test_nothing_to_say_of_what_fits_or_is_not_known(loaded: Load) -> None:
-    assert list(notes(loaded("train"), on(None, 1))) == []
-    assert list(notes(loaded("train", "train=8b"), on("H200", 8))) == []
+def test_no_notes_if_everything_fits(loaded: Load) -> None:
+    assert list(estimate_notes(loaded("train"), on(None, 1))) == []
+    assert list(estimate_notes(loaded("train", "train=8b"), on("H200", 8))) == []
 
 
-def test_what_does_not_fit_and_what_would(loaded: Load) -> None:
+def test_excess_and_remedies(loaded: Load) -> None:
     experiment = loaded("train", *KEEPING_ALL, "train.model.micro_batch_size=4")
-    first, second = notes(experiment, on("H100", 8))
+    first, second = estimate_notes(experiment, on("H100", 8))
     assert first.startswith("stage 0 does not fit: 209.6 GiB (weights 15.0, ")
     assert first.endswith(" a rank, a H100 has 79 GiB")
     assert second == (
@@ -150,7 +150,7 @@ def test_what_does_not_fit_and_what_would(loaded: Load) -> None:
 )  # fmt: skip
 def test_ways_to_fit(overrides: list[str], expected: str, loaded: Load) -> None:
     experiment = loaded("train", *KEEPING_ALL, *overrides)
-    assert expected in list(notes(experiment, on("H100", 8)))[-1]
+    assert expected in list(estimate_notes(experiment, on("H100", 8)))[-1]
 
 
 @pytest.mark.parametrize(
@@ -172,11 +172,11 @@ def test_the_time_of_a_known_device(
     precision: list[str], shares: tuple[float, float], loaded: Load
 ) -> None:
     experiment = loaded("train", *KEEPING_ALL, "train.model.global_batch_size=64", *precision)
-    made = of_experiment(experiment, on("H200", 8))
+    made = estimate_experiment(experiment, on("H200", 8))
     assert made.seconds is not None
-    at_the_peak = made.forecast.work / (8 * 989e12)
+    at_the_peak = made.forecast.flops_per_step / (8 * 989e12)
     assert shares[0] < at_the_peak / made.seconds[0] < shares[1]
-    assert of_experiment(experiment, on("Frobnicator", 8)).seconds is None
+    assert estimate_experiment(experiment, on("Frobnicator", 8)).seconds is None
 
 
 @pytest.mark.parametrize(("precision", "hidden"), [("null", True), ("hybrid", False)])
@@ -185,7 +185,7 @@ def test_exchanges_are_hidden_by_products_in_16_bits_alone(
 ) -> None:
     def seconds(overlap: str) -> float:
         words = (f"+train.system.precision.fp8={precision}", f"+train.system.{overlap}")
-        made = of_experiment(loaded("train", *KEEPING_ALL, *SHARED, *words), on("H200", 8))
+        made = estimate_experiment(loaded("train", *KEEPING_ALL, *SHARED, *words), on("H200", 8))
         assert made.seconds is not None
         return made.seconds[0]
 
@@ -193,11 +193,13 @@ def test_exchanges_are_hidden_by_products_in_16_bits_alone(
 
 
 @pytest.mark.parametrize("kind", ["H200", "Frobnicator", None])
-def test_a_peak_that_is_given(kind: str | None, loaded: Load) -> None:
+def test_configured_peak(kind: str | None, loaded: Load) -> None:
     experiment = loaded("train", *KEEPING_ALL, "+train.system.peak_tflops=100")
-    made = of_experiment(experiment, on(kind, 8))
+    made = estimate_experiment(experiment, on(kind, 8))
     assert made.seconds is not None
-    assert made.seconds[0] == pytest.approx(made.forecast.work / (8 * 0.6 * 100e12), rel=0.05)
+    assert made.seconds[0] == pytest.approx(
+        made.forecast.flops_per_step / (8 * 0.6 * 100e12), rel=0.05
+    )
 
 
 @pytest.mark.parametrize("meshes", ["auto", "[{device_type: A800, ranks: 16}, {ranks: 16}]"])
@@ -207,23 +209,23 @@ def test_sizes_that_are_chosen_later(meshes: str, loaded: Load) -> None:
                                                          "hetero_device_types")]  # fmt: skip
     experiment = loaded("train_hetero", open_, *alone)
     hosts = [*on("A800", 16), Placed("b", "BI", range(16, 32))]
-    assert list(notes(experiment, hosts)) == []
+    assert list(estimate_notes(experiment, hosts)) == []
     with pytest.raises(ConfigError, match="sizes are chosen by measuring when training starts"):
-        of_experiment(experiment, hosts)
+        estimate_experiment(experiment, hosts)
 
 
-def test_unlike_replicas_are_judged_by_the_largest_micro_batch(loaded: Load) -> None:
-    made = of_experiment(loaded("train_hetero", *REPLICAS), A800_AND_BI)
-    small = of_experiment(loaded("train", *KEEPING_ALL), on("A800", 8))
+def test_largest_micro_batch_determines_memory(loaded: Load) -> None:
+    made = estimate_experiment(loaded("train_hetero", *REPLICAS), A800_AND_BI)
+    small = estimate_experiment(loaded("train", *KEEPING_ALL), on("A800", 8))
     kept = [one.forecast.stages[0].memory.activations for one in (made, small)]
     assert kept[0] == 4 * kept[1]
     assert made.seconds is None
 
 
-def test_unlike_replicas_with_memory_and_time(loaded: Load) -> None:
+def test_heterogeneous_replicas(loaded: Load) -> None:
     whole = "(weights 15.0, gradients 29.9, optimizer 2.8, activations"
     experiment = loaded("train_hetero", *REPLICAS, "+train.system.peak_tflops=100")
-    first, second, step, over = notes(experiment, A800_AND_BI)
+    first, second, step, over = estimate_notes(experiment, A800_AND_BI)
     assert first.startswith(f"replicas 0-15 (A800): a rank takes 86.8 GiB {whole} 36.0")
     assert first.endswith("; its share of a step takes 4.58 s, idle 92%")
     assert second.startswith(f"replicas 16-31 (BI): a rank takes 201.2 GiB {whole} 144.0")
@@ -234,7 +236,7 @@ def test_unlike_replicas_with_memory_and_time(loaded: Load) -> None:
     )
     assert over.startswith("replicas 0-15 (A800) does not fit: 86.8 GiB")
     assert over.endswith("a A800 has 79 GiB; it takes tensor parallelism, or recomputation")
-    found = as_json(of_experiment(experiment, A800_AND_BI))["replicas"]
+    found = to_json(estimate_experiment(experiment, A800_AND_BI))["replicas"]
     assert [one["micro_batch_size"] for one in found] == [1, 4]
     assert found[1]["seconds"] == pytest.approx(4 * 312 / 100 * found[0]["seconds"], rel=0.05)
 
@@ -248,15 +250,15 @@ def test_replicas_micro_batches_that_fit(
 ) -> None:
     experiment = loaded("train_hetero", *REPLICAS, f"train.model.seq_length={length}")
     hosts = [*on("H200", 16), Placed("b", device, range(16, 32))]
-    assert list(notes(experiment, hosts))[-1].endswith(expected)
+    assert list(estimate_notes(experiment, hosts))[-1].endswith(expected)
 
 
-def test_another_program_knows_itself(loaded: Load, tmp_path: Path) -> None:
+def test_external_programs_are_rejected(loaded: Load, tmp_path: Path) -> None:
     (tmp_path / "own.py").touch()
     experiment = loaded("train", f"experiment.task.entrypoint={tmp_path / 'own.py'}")
-    assert list(notes(experiment, on("H100", 1))) == []
+    assert list(estimate_notes(experiment, on("H100", 1))) == []
     with pytest.raises(ConfigError, match=r"own\.py is not this project's training program"):
-        of_experiment(experiment, on("H100", 1))
+        estimate_experiment(experiment, on("H100", 1))
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -271,7 +273,7 @@ def test_the_action(
     hostfile = tmp_path / "hosts"
     hostfile.write_text("n1 slots=8 type=H100\n")
     overrides = (f"experiment.runner.hostfile={hostfile}", "train.model.micro_batch_size=4")
-    assert estimate(loaded("train", *KEEPING_ALL, *overrides), Options(json=as_json)) == 2
+    assert print_estimate(loaded("train", *KEEPING_ALL, *overrides), Options(json=as_json)) == 2
     shown = capsys.readouterr().out
     if as_json:
         found = json.loads(shown)

@@ -1,4 +1,4 @@
-"""Experiments and machines for planning tests, with nothing of the machine they run on."""
+"""Experiments and machines for planning tests, independent of the machine that the tests run on."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.arguments import train_arguments
 
-from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
+from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task
 from flagscale.hosts.hostfile import Host
 from flagscale.launcher.planning.assignment import assign_ranks
 from flagscale.launcher.planning.model import LaunchPlan, Machine, RunnerHandle
@@ -31,17 +32,17 @@ def machine() -> Machine:
 @pytest.fixture
 def make_experiment() -> Callable[..., Experiment]:
     def make(**changes: Any) -> Experiment:
-        given: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "name": "tiny llama",
             "exp_dir": Path("/data/runs/tiny"),
             "task": Task(entrypoint=Path("/opt/program.py"), external=True),
             "runner": Runner(nproc_per_node=2),
             "envs": Environments(),
             "cmds": Commands(),
-            "train": Train(),
+            "train": train_arguments(),
             "config_file": Path("/home/user/conf/train.yaml"),
         }
-        return Experiment(**{**given, **changes})
+        return Experiment(**{**fields, **changes})
 
     return make
 

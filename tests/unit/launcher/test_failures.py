@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from flagscale.files import plain
-from flagscale.launcher.failures import earlier_failures, first_failure, is_settled
+from flagscale.files import to_plain
+from flagscale.launcher.failures import find_first_failure, is_settled, list_earlier_failures
 from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE
 from flagscale.launcher.liveness.diagnosis import (
-    End,
     Failure,
     Severity,
     TableEntry,
-    choose_rank,
+    TorchrunExit,
     describe_code,
-    host_report,
+    diagnose_host,
+    find_first_failed_rank,
     last_traceback,
     parse_table,
 )
@@ -80,13 +80,13 @@ def test_table_of_torchrun() -> None:
         pytest.param({0, 1}, None, Severity.UNNAMED, id="all-after-it"),
     ],
 )
-def test_a_rank_that_failed_late_is_no_cause(
+def test_late_failure_is_not_the_cause(
     state: RunState, late: set[int], rank: int | None, severity: Severity
 ) -> None:
-    """torchrun's table tells no more of it than of a rank that ended first."""
+    """torchrun's table does not distinguish it from a rank that ended first."""
     host = state.hosts[0]
     host.output.write_text(TABLE, encoding="utf-8")
-    report = host_report(host, {}, End(1, 200.0, late=late))
+    report = diagnose_host(host, {}, TorchrunExit(1, 200.0, late=late))
     assert report is not None
     assert (report.failure.rank, report.severity) == (rank, severity)
 
@@ -107,7 +107,7 @@ def test_a_rank_is_named_with_its_stage(rank: int, reason: str, state: RunState)
         rows[0].append(failed(0, 100.0, "bad\nand more"))
     else:
         host.output.write_text(TABLE, encoding="utf-8")
-    report = host_report(host, rows, End(3, 200.0))
+    report = diagnose_host(host, rows, TorchrunExit(3, 200.0))
     assert report is not None
     assert report.failure.rank == rank
     assert report.failure.reason == reason
@@ -141,7 +141,7 @@ def test_no_table(text: str) -> None:
 def test_which_rank_failed_first(
     table: list[TableEntry], events: list[Event], expected: int | None
 ) -> None:
-    assert choose_rank(table, {event.rank: event for event in events}) == expected
+    assert find_first_failed_rank(table, {event.rank: event for event in events}) == expected
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_describe_code(code: int, expected: str) -> None:
     assert describe_code(code) == expected
 
 
-def test_last_traceback_without_what_follows() -> None:
+def test_last_traceback_without_following_lines() -> None:
     text = (
         "Traceback (most recent call last):\n  old\nOldError\n"
         "noise\nTraceback (most recent call last):\n"
@@ -188,17 +188,17 @@ def state(tmp_path: Path) -> RunState:
 
 
 def end(state: RunState, **record: Any) -> None:
-    given = {"code": 1, "phase": "job", "signal": None, "ended": 1.0, **record}
-    (state.hosts[0].run_dir / EXIT_FILE).write_text(json.dumps(given), encoding="utf-8")
+    fields = {"code": 1, "phase": "job", "signal": None, "ended": 1.0, **record}
+    (state.hosts[0].run_dir / EXIT_FILE).write_text(json.dumps(fields), encoding="utf-8")
 
 
-def test_no_keyword_in_a_log_is_a_failure_or_a_success(state: RunState) -> None:
+def test_log_keywords_are_ignored(state: RunState) -> None:
     state.hosts[0].output.write_text(
         f"epoch 1 completed successfully\nCUDA out of memory\nFAILED\n{TABLE}", encoding="utf-8"
     )
-    assert first_failure(state, {}) is None
+    assert find_first_failure(state, {}) is None
     end(state, code=0)
-    assert first_failure(state, {}) is None
+    assert find_first_failure(state, {}) is None
 
 
 def test_rank_code_and_traceback_of_a_program_that_reports_nothing(state: RunState) -> None:
@@ -209,7 +209,7 @@ def test_rank_code_and_traceback_of_a_program_that_reports_nothing(state: RunSta
         "noise\nTraceback (most recent call last):\n  f\nKeyError: 1\n", encoding="utf-8"
     )
     end(state)
-    failure = first_failure(state, {})
+    failure = find_first_failure(state, {})
     assert failure is not None
     assert (failure.rank, failure.exit_code, failure.log) == (1, 3, log)
     assert failure.traceback.endswith("KeyError: 1")
@@ -229,7 +229,7 @@ def test_a_kill_is_explained(state: RunState, kills: int | None, expected: str) 
     state.hosts[0].output.write_text(table, encoding="utf-8")
     end(state, out_of_memory_kills=kills)
     events = {0: [failed(0, 1.0, "Connection reset by peer")]}
-    failure = first_failure(state, events)
+    failure = find_first_failure(state, events)
     assert failure is not None
     assert (failure.rank, failure.exit_code) == (1, -9)
     assert expected in failure.reason
@@ -239,7 +239,7 @@ RAISED = {"kind": "ValueError", "message": "bad data"}
 
 
 @pytest.mark.parametrize(
-    ("agreed", "code", "said", "expected"),
+    ("agreed", "code", "reason", "expected"),
     [
         pytest.param(
             (None, "stalled: it is behind"), KILL, None, (None, "stalled: it is behind"), id="stall"
@@ -281,14 +281,14 @@ def test_a_verdict_is_completed_and_never_replaced(
     state: RunState,
     agreed: tuple[int | None, str],
     code: int,
-    said: dict[str, Any] | None,
+    reason: dict[str, Any] | None,
     expected: tuple[int | None, str],
 ) -> None:
     table = TABLE.replace("exitcode  : 3 (pid: 25867)", f"exitcode  : {code} (pid: 25867)")
     state.hosts[0].output.write_text(table, encoding="utf-8")
     verdict = Failure("node", 1, *agreed, "", state.hosts[0].output)
-    end(state, failure=plain(verdict))
-    failure = first_failure(state, {1: [Event(1, 5.0, "failed", said)]} if said else {})
+    end(state, failure=to_plain(verdict))
+    failure = find_first_failure(state, {1: [Event(1, 5.0, "failed", reason)]} if reason else {})
     assert failure is not None
     assert (failure.rank, failure.exit_code, failure.reason) == (1, *expected)
 
@@ -301,9 +301,7 @@ def test_a_verdict_is_completed_and_never_replaced(
         ("job", "was lost: no word"),
     ],
 )
-def test_what_became_of_the_agent_of_a_lost_host(
-    state: RunState, phase: str, expected: str
-) -> None:
+def test_end_of_the_agent_of_a_lost_host(state: RunState, phase: str, expected: str) -> None:
     first = state.hosts[0]
     second = replace(
         first, node_rank=1, name="other", first_rank=2, run_dir=first.run_dir / "other"
@@ -313,9 +311,9 @@ def test_what_became_of_the_agent_of_a_lost_host(
     lost = Failure("other", None, None, "was lost: no word from its agent", "", first.output)
     record = {"code": 137, "phase": phase, "signal": None, "ended": 2.0}
     (second.run_dir / EXIT_FILE).write_text(json.dumps(record), encoding="utf-8")
-    live = {"phase": "ending", "failure": plain(lost)}
+    live = {"phase": "ending", "failure": to_plain(lost)}
     (first.run_dir / LIVENESS_FILE).write_text(json.dumps(live), encoding="utf-8")
-    failure = first_failure(hosts, {})
+    failure = find_first_failure(hosts, {})
     assert failure is not None
     assert (failure.host, failure.rank) == ("other", None)
     assert failure.reason.startswith(expected)
@@ -340,7 +338,7 @@ def test_when_the_agents_have_agreed(
     state: RunState, job: dict[str, str] | None, expected: bool
 ) -> None:
     if job is not None:
-        failure = plain(Failure("node", 1, None, "boom", "", state.hosts[0].output))
+        failure = to_plain(Failure("node", 1, None, "boom", "", state.hosts[0].output))
         record = {"phase": job["phase"], "failure": failure if "state" in job else None}
         record["hosts"] = {"0": job.get("state", "running")}
         (state.hosts[0].run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
@@ -349,21 +347,21 @@ def test_when_the_agents_have_agreed(
     assert is_settled(state.hosts)
 
 
-def test_what_earlier_attempts_failed_by(state: RunState) -> None:
-    assert earlier_failures(()) == earlier_failures(state.hosts) == ()
+def test_failures_of_earlier_attempts(state: RunState) -> None:
+    assert list_earlier_failures(()) == list_earlier_failures(state.hosts) == ()
     failure = Failure("node", 1, 3, "boom", "", state.hosts[0].output)
-    restarts = [{"attempt": n, "failure": f} for n, f in enumerate((plain(failure), None))]
+    restarts = [{"attempt": n, "failure": f} for n, f in enumerate((to_plain(failure), None))]
     record = {"phase": "running", "attempt": 3, "failure": None, "restarts": restarts}
     (state.hosts[0].run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
-    assert earlier_failures(state.hosts) == ((1, failure),)
+    assert list_earlier_failures(state.hosts) == ((1, failure),)
 
 
-def test_a_message_with_what_is_no_character_can_be_shown(state: RunState) -> None:
-    """As of a file whose name is no UTF-8."""
-    said = Event(
+def test_message_with_undecodable_text_is_printable(state: RunState) -> None:
+    """Example: a file whose name is not valid UTF-8."""
+    event = Event(
         1, 5.0, "failed", {"kind": "OSError", "message": "no \udcff", "traceback": "\udcfe"}
     )
-    failure = first_failure(state, {1: [said]})
+    failure = find_first_failure(state, {1: [event]})
     assert failure is not None
     failure.describe().encode()
     assert "no \\udcff" in failure.reason
@@ -373,7 +371,7 @@ def test_a_message_with_what_is_no_character_can_be_shown(state: RunState) -> No
 def test_before_start(state: RunState) -> None:
     state.hosts[0].output.write_text("no such module\n", encoding="utf-8")
     end(state, code=7, phase="before_start")
-    failure = first_failure(state, {})
+    failure = find_first_failure(state, {})
     assert failure is not None
     assert failure.rank is None
     assert "before_start failed with exit code 7" in failure.reason
@@ -383,25 +381,27 @@ def test_before_start(state: RunState) -> None:
 def test_torchrun_itself(state: RunState) -> None:
     state.hosts[0].output.write_text("torchrun: error: unrecognized\n", encoding="utf-8")
     end(state, code=2)
-    failure = first_failure(state, {})
+    failure = find_first_failure(state, {})
     assert failure is not None
     assert failure.reason.startswith("torchrun ended with exit code 2")
 
 
 def test_a_stopped_run_has_not_failed(state: RunState) -> None:
     end(state, code=143, signal=15)
-    assert first_failure(state, {}) is None
+    assert find_first_failure(state, {}) is None
 
 
-def test_what_explains_itself_shows_no_traceback_and_keeps_its_hint_apart(state: RunState) -> None:
-    said = {"kind": "DataError", "message": "too many words\n  hint: use fewer", "traceback": "T"}
+def test_explained_error_has_no_traceback_and_a_separate_hint(state: RunState) -> None:
+    fields = {"kind": "DataError", "message": "too many words\n  hint: use fewer", "traceback": "T"}
     state.hosts[0].output.write_text(TABLE, encoding="utf-8")
     end(state)
-    failure = first_failure(state, {1: [Event(1, 5.0, "failed", {**said, "explained": True})]})
+    failure = find_first_failure(
+        state, {1: [Event(1, 5.0, "failed", {**fields, "explained": True})]}
+    )
     assert failure is not None
     assert failure.headline() == "node: rank 1 failed: DataError: too many words (exit code 3)"
     assert failure.describe().splitlines()[1] == "  hint: use fewer"
     assert failure.traceback == ""
-    unexplained = first_failure(state, {1: [Event(1, 5.0, "failed", said)]})
+    unexplained = find_first_failure(state, {1: [Event(1, 5.0, "failed", fields)]})
     assert unexplained is not None
     assert unexplained.traceback == "T"

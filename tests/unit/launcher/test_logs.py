@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flagscale.launcher import logs
-from flagscale.launcher.logs import Output, lines_of, of_hosts
+from flagscale.launcher.logs import Output, host_outputs, read_lines
 from flagscale.launcher.planning.model import RunnerHandle
 from flagscale.launcher.state import HostState, RunState
 
@@ -34,7 +34,7 @@ OUTPUT = "starting\nnode.a:0: zero\nnode.a:1: one\nnode.a:11: eleven\nnodeXa:1: 
 
 def test_merged_and_labelled(state: RunState) -> None:
     state.hosts[0].output.write_text(OUTPUT, encoding="utf-8")
-    assert list(lines_of(state)) == [
+    assert list(read_lines(state)) == [
         "node.a: starting",
         "node.a:0: zero",
         "node.a:1: one",
@@ -46,7 +46,7 @@ def test_merged_and_labelled(state: RunState) -> None:
 
 def test_one_rank_only(state: RunState) -> None:
     state.hosts[0].output.write_text(OUTPUT, encoding="utf-8")
-    assert list(lines_of(state, 1)) == ["node.a:1: one"]
+    assert list(read_lines(state, 1)) == ["node.a:1: one"]
 
 
 def test_a_run_without_output_has_the_ranks_files(state: RunState) -> None:
@@ -54,12 +54,12 @@ def test_a_run_without_output_has_the_ranks_files(state: RunState) -> None:
     directory.mkdir(parents=True)
     (directory / "stdout.log").write_text("out\n", encoding="utf-8")
     (directory / "stderr.log").write_text("err", encoding="utf-8")
-    assert list(lines_of(state)) == ["node.a:3: out", "node.a:3: err"]
-    assert list(lines_of(state, 3)) == ["node.a:3: out", "node.a:3: err"]
-    assert list(lines_of(state, 4)) == []
+    assert list(read_lines(state)) == ["node.a:3: out", "node.a:3: err"]
+    assert list(read_lines(state, 3)) == ["node.a:3: out", "node.a:3: err"]
+    assert list(read_lines(state, 4)) == []
 
 
-def test_tail_gives_whole_lines_and_splits_no_character(tmp_path: Path) -> None:
+def test_tail_returns_whole_lines_and_characters(tmp_path: Path) -> None:
     path = tmp_path / "log"
     tail = Output(path, str)
     assert list(tail.read()) == []
@@ -72,8 +72,8 @@ def test_tail_gives_whole_lines_and_splits_no_character(tmp_path: Path) -> None:
     assert list(tail.read(final=True)) == []
 
 
-def test_output_is_read_on_from_where_it_ended(state: RunState) -> None:
-    (output,) = of_hosts(state)
+def test_reading_continues_at_the_last_offset(state: RunState) -> None:
+    (output,) = host_outputs(state)
     with state.hosts[0].output.open("a", encoding="utf-8") as file:
         file.write("a\nb")
         file.flush()
@@ -84,13 +84,15 @@ def test_output_is_read_on_from_where_it_ended(state: RunState) -> None:
 
 
 def test_the_last_lines_of_every_host(state: RunState, tmp_path: Path) -> None:
-    other = replace(state.hosts[0], node_rank=1, name="b", first_rank=12, output=tmp_path / "b")
-    both = replace(state, world_size=24, hosts=(state.hosts[0], other))
+    second_host = replace(
+        state.hosts[0], node_rank=1, name="b", first_rank=12, output=tmp_path / "b"
+    )
+    both = replace(state, world_size=24, hosts=(state.hosts[0], second_host))
     state.hosts[0].output.write_text("".join(f"node.a:0: {n}\n" for n in range(9)))
-    other.output.write_text("".join(f"b:12: {n}\n" for n in range(9)) + "half")
-    assert list(lines_of(both, None, 2)) == ["node.a:0: 7", "node.a:0: 8", "b:12: 8", "b: half"]
-    assert list(lines_of(both, 12, 2)) == ["b:12: 7", "b:12: 8"]
-    assert list(lines_of(both, None, 0)) == []
+    second_host.output.write_text("".join(f"b:12: {n}\n" for n in range(9)) + "half")
+    assert list(read_lines(both, None, 2)) == ["node.a:0: 7", "node.a:0: 8", "b:12: 8", "b: half"]
+    assert list(read_lines(both, 12, 2)) == ["b:12: 7", "b:12: 8"]
+    assert list(read_lines(both, None, 0)) == []
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 4, 100])
@@ -98,7 +100,7 @@ def test_the_last_lines_of_a_rank_are_looked_for(state: RunState, count: int) ->
     lines = [f"node.a:{n % 12}: {n}" for n in range(60)]
     state.hosts[0].output.write_text("\n".join(lines), encoding="utf-8")
     expected = [line for line in lines if line.startswith("node.a:11: ")]
-    assert list(lines_of(state, 11, count)) == expected[max(0, 5 - count) :]
+    assert list(read_lines(state, 11, count)) == expected[max(0, 5 - count) :]
 
 
 def test_the_end_of_a_large_file_is_all_that_is_read(state: RunState) -> None:
@@ -106,7 +108,7 @@ def test_the_end_of_a_large_file_is_all_that_is_read(state: RunState) -> None:
     with path.open("wb") as file:
         file.seek(1 << 40)  # a hole of a terabyte
         file.write(b"\none\ntwo\n")
-    assert list(lines_of(state, None, 2)) == ["node.a: one", "node.a: two"]
+    assert list(read_lines(state, None, 2)) == ["node.a: one", "node.a: two"]
 
 
 @given(st.lists(st.sampled_from(["", "a", "ü", "🦙" * 3]), max_size=12), st.integers(1, 9))
@@ -118,12 +120,12 @@ def test_backwards_is_forwards_turned_round(
     tail = Output(path, str)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logs, "_READ_BYTES", size)
-        assert list(tail._backwards()) == lines[:-1][::-1]
+        assert list(tail._read_backwards()) == lines[:-1][::-1]
     assert list(tail.read(final=True)) == [line for line in lines[-1:] if line]
 
 
-def test_what_follows_the_last_lines_comes_next(state: RunState) -> None:
-    (output,) = of_hosts(state)
+def test_lines_after_the_tail_follow(state: RunState) -> None:
+    (output,) = host_outputs(state)
     path = state.hosts[0].output
     path.write_text("a\nb\nha", encoding="utf-8")
     assert output.last(1) == ["node.a: b"]

@@ -1,11 +1,11 @@
-"""What starts the ranks of a command: which streams it shows, and the table of those that fail."""
+"""Tests of the launcher of a command's ranks: printed streams, and the table of failed ranks."""
 
 from __future__ import annotations
 
 import pytest
 
 from flagscale.launcher.liveness.diagnosis import TableEntry, parse_table
-from flagscale.launcher.rank_processes import Rank, streams_of, table
+from flagscale.launcher.rank_processes import RankProcess, format_failures, parse_streams
 
 BOTH = ("stdout", "stderr")
 
@@ -21,23 +21,23 @@ BOTH = ("stdout", "stderr")
     ],
 )
 def test_the_streams_of_each_rank(text: str, streams: list[tuple[str, ...]]) -> None:
-    assert [streams_of(text, local) for local in (0, 1)] == streams
+    assert [parse_streams(text, local) for local in (0, 1)] == streams
 
 
 @pytest.mark.parametrize("text", ["4", "", "all", "3,1", "0:9", "a:1"])
-def test_what_names_no_streams(text: str) -> None:
+def test_invalid_stream_selection(text: str) -> None:
     with pytest.raises(ValueError, match=r".*"):
-        streams_of(text, 0)
+        parse_streams(text, 0)
 
 
 def test_the_table_is_read_as_torchruns_is() -> None:
-    made = []
+    ranks = []
     for number, code, ended in ((9, -9, 1700000000.5), (8, 3, 1700000000.25)):
-        rank = Rank(number, number - 8, {})
+        rank = RankProcess(number, number - 8, {})
         rank.code, rank.ended = code, ended
-        made.append(rank)
-    text = f"output\n{table(made, 'h 0')}"
-    # By time, to the millisecond: what failed first is told by it.
+        ranks.append(rank)
+    text = f"output\n{format_failures(ranks, 'h 0')}"
+    # Sorted by time with millisecond resolution, which determines the first failure.
     assert parse_table(text) == [
         TableEntry(8, 3, 1700000000.25),
         TableEntry(9, -9, 1700000000.5),

@@ -12,14 +12,14 @@ import pytest
 from rich.console import Console
 from support.launch_lab import until
 
-from flagscale.files import plain
+from flagscale.files import to_plain
 from flagscale.hosts import processes
 from flagscale.launcher import snapshot as snapshots
 from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE, STATUS_DIRECTORY
 from flagscale.launcher.liveness.diagnosis import Failure
 from flagscale.launcher.planning.model import RunnerHandle
 from flagscale.launcher.runners.hosts import HostRunner
-from flagscale.launcher.runners.programs.look import ProbeResult
+from flagscale.launcher.runners.programs.probe_run import ProbeResult
 from flagscale.launcher.show import view
 from flagscale.launcher.snapshot import HostRow, Phase, Snapshot
 from flagscale.launcher.state import HostState, RunState
@@ -28,9 +28,9 @@ from flagscale.status import RUN_ID_VARIABLE, StatusWriter
 
 @pytest.fixture
 def state(tmp_path: Path) -> RunState:
-    """A run whose script is this very process, so that it is alive."""
-    own = processes.identify(os.getpid())
-    assert own is not None
+    """A run whose script is this process, so that it is alive."""
+    process = processes.identify_process(os.getpid())
+    assert process is not None
     host = HostState(
         node_rank=0,
         name="node",
@@ -40,9 +40,9 @@ def state(tmp_path: Path) -> RunState:
         script=tmp_path / "s.sh",
         output=tmp_path / "output",
         pid_file=tmp_path / "pid",
-        pid=own.pid,
-        start_ticks=own.start_ticks,
-        boot_id=processes.boot_id(),
+        pid=process.pid,
+        start_ticks=process.start_ticks,
+        boot_id=processes.read_boot_id(),
     )
     host.run_dir.mkdir()
     runner = RunnerHandle("local")
@@ -50,7 +50,7 @@ def state(tmp_path: Path) -> RunState:
 
 
 def take(state: RunState) -> Snapshot:
-    """The run now, as this machine sees it."""
+    """Return the snapshot of a run on this machine."""
     return HostRunner().query(state)
 
 
@@ -63,8 +63,8 @@ def report(state: RunState, rank: int, event: str, **fields: Any) -> None:
 
 
 def end(state: RunState, **record: Any) -> None:
-    given = {"code": 0, "phase": "job", "signal": None, "ended": 5.0, **record}
-    (state.hosts[0].run_dir / EXIT_FILE).write_text(json.dumps(given), encoding="utf-8")
+    fields = {"code": 0, "phase": "job", "signal": None, "ended": 5.0, **record}
+    (state.hosts[0].run_dir / EXIT_FILE).write_text(json.dumps(fields), encoding="utf-8")
 
 
 def test_starting_until_every_rank_has_joined(state: RunState) -> None:
@@ -75,7 +75,7 @@ def test_starting_until_every_rank_has_joined(state: RunState) -> None:
     assert take(state).phase is Phase.RUNNING
 
 
-def test_a_program_that_reports_nothing_runs_while_it_lives(state: RunState) -> None:
+def test_program_without_status_reports_runs_while_alive(state: RunState) -> None:
     assert take(replace(state, external=True)).phase is Phase.RUNNING
 
 
@@ -104,21 +104,23 @@ def test_ends(
     assert take(replace(dead(state), stop_requested=stop_requested)).phase is expected
 
 
-def test_a_host_that_a_scheduler_has_not_given_again_is_pending(state: RunState) -> None:
-    """Though its last start has written down how it ended."""
+def test_host_of_a_requeued_job_is_pending(state: RunState) -> None:
+    """Although its earlier start has recorded how it ended."""
     end(state, code=0, signal=15)
-    seen = dict.fromkeys(range(len(state.hosts)), snapshots.Seen(waits="job 7 is pending"))
-    now = snapshots.take(state, seen)
+    observations = dict.fromkeys(
+        range(len(state.hosts)), snapshots.HostObservation(waits="job 7 is pending")
+    )
+    now = snapshots.take_snapshot(state, observations)
     assert (now.phase, now.phase.ended) == (Phase.PENDING, False)
     assert now.to_json()["hosts"][0]["waits"] == "job 7 is pending"
 
 
-def test_another_boot_is_a_lost_run(state: RunState) -> None:
+def test_run_is_lost_after_a_reboot(state: RunState) -> None:
     host = replace(state.hosts[0], boot_id="another")
     assert take(replace(state, hosts=(host,))).phase is Phase.LOST
 
 
-def test_progress_and_time_left(state: RunState) -> None:
+def test_progress_and_remaining_time(state: RunState) -> None:
     for rank in (0, 1):
         report(state, rank, "joined")
     path = state.hosts[0].run_dir / STATUS_DIRECTORY / "rank_1.jsonl"
@@ -136,7 +138,7 @@ def test_progress_and_time_left(state: RunState) -> None:
     ]
 
 
-def test_warnings_are_told_once(state: RunState) -> None:
+def test_warnings_are_reported_once(state: RunState) -> None:
     report(state, 0, "warning", message="loss spike")
     report(state, 1, "warning", message="loss spike")
     assert take(state).warnings == ("loss spike",)
@@ -146,15 +148,15 @@ RESET = "node: rank 1 failed: RuntimeError: Connection reset by peer"
 UNSETTLED = f"{RESET}; the hosts are still finding out what failed first"
 
 
-def fails(state: RunState, phase: str) -> None:
-    """A rank that lost a peer, and what the coordinator makes of it."""
+def fail_with_consequence(state: RunState, phase: str) -> None:
+    """Record a rank that lost a peer, and the coordinator's decision."""
     for rank in (0, 1):
         report(state, rank, "joined")
     report(state, 1, "failed", kind="RuntimeError", message="Connection reset by peer")
     host = state.hosts[0]
     rank, code = (0, -9) if phase == "over" else (1, None)
     reason = "ended with signal 9" if code else RESET.partition("rank 1 ")[2]
-    verdict = plain(Failure(host.name, rank, code, reason, "", host.output))
+    verdict = to_plain(Failure(host.name, rank, code, reason, "", host.output))
     record = {"phase": phase, "failure": None if phase == "running" else verdict}
     (host.run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
 
@@ -169,12 +171,12 @@ def fails(state: RunState, phase: str) -> None:
         pytest.param("ending", "orphans", 1, id="nobody-there-will-agree"),
     ],
 )
-def test_a_victim_is_not_told_as_the_first_failure(
+def test_consequence_is_not_the_first_failure(
     state: RunState, phase: str, alive: str | None, rank: int | None
 ) -> None:
-    fails(state, phase)
-    seen = {} if alive is None else {0: ProbeResult(alive=alive)}
-    snapshot = snapshots.take(state, seen) if seen else take(state)
+    fail_with_consequence(state, phase)
+    observations = {} if alive is None else {0: ProbeResult(alive=alive)}
+    snapshot = snapshots.take_snapshot(state, observations) if observations else take(state)
     record = json.loads(json.dumps(snapshot.to_json()))
     assert record["state"] == "running"
     assert (record["failure"] or {}).get("rank") == rank
@@ -185,13 +187,13 @@ def test_a_victim_is_not_told_as_the_first_failure(
     assert ended.failure is not None
 
 
-def test_what_a_rank_said_is_told_where_nobody_is_left_to_agree(state: RunState) -> None:
-    """Agent and script were killed, and a rank lives on."""
-    fails(state, "ending")
+def test_reported_failure_is_used_without_an_agent(state: RunState) -> None:
+    """Agent and script were killed, and a rank is still alive."""
+    fail_with_consequence(state, "ending")
     of_the_run = {**os.environ, RUN_ID_VARIABLE: state.run_id}
     with subprocess.Popen(["sleep", "60"], env=of_the_run) as rank:
         # A process that has just become another program shows no environment for a moment.
-        until(lambda: processes.members(state.run_id))
+        until(lambda: processes.find_run_processes(state.run_id))
         snapshot = take(dead(state))
         rank.kill()
     assert (snapshot.phase, snapshot.warnings) == (Phase.RUNNING, ())
@@ -203,20 +205,20 @@ def test_why_earlier_attempts_failed_is_shown(
     state: RunState, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failure = Failure("node", 1, 3, "failed: ValueError: bad data\nmore", "", Path("/x/e.log"))
-    restarts = [{"attempt": 0, "failure": plain(failure)}]
+    restarts = [{"attempt": 0, "failure": to_plain(failure)}]
     record = {"phase": "running", "attempt": 2, "attempts": 3, "restarts": restarts}
     (state.hosts[0].run_dir / LIVENESS_FILE).write_text(json.dumps(record), encoding="utf-8")
     snapshot = take(state)
     assert (snapshot.attempt, snapshot.earlier) == (2, ((1, failure),))
-    told = json.loads(json.dumps(snapshot.to_json()))["earlier"]
-    assert told == [{"attempt": 1, **plain(failure)}]
-    view.show(snapshot)
-    shown = capsys.readouterr().out.splitlines()[-1]
-    assert shown == "attempt 1 failed: node: rank 1 failed: ValueError: bad data"
+    output = json.loads(json.dumps(snapshot.to_json()))["earlier"]
+    assert output == [{"attempt": 1, **to_plain(failure)}]
+    view.print_run(snapshot)
+    text = capsys.readouterr().out.splitlines()[-1]
+    assert text == "attempt 1 failed: node: rank 1 failed: ValueError: bad data"
 
 
-def test_tables_show_names_as_they_are() -> None:
-    """A name with square brackets is no markup."""
+def test_names_are_not_interpreted_as_markup() -> None:
+    """Example: a name with square brackets."""
     snapshot = Snapshot("r", "[red]n[/red]", Phase.RUNNING, time.time(), 2, 2)
     snapshot = replace(snapshot, hosts=(HostRow("h", Phase.RUNNING, 2, 2),), warnings=("[bold]x",))
     console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: PTH123, SIM115
@@ -230,16 +232,16 @@ def test_tables_show_names_as_they_are() -> None:
     ("seconds", "expected"), [(0, "0:00"), (61, "1:01"), (3661, "1:01:01"), (90061, "1d 01:01:01")]
 )
 def test_duration(seconds: float, expected: str) -> None:
-    assert view.duration(seconds) == expected
+    assert view.format_duration(seconds) == expected
 
 
-def test_figures_that_are_none(state: RunState, capsys: pytest.CaptureFixture[str]) -> None:
-    """NaN is no JSON, and a program may write anything."""
+def test_values_that_are_not_numbers(state: RunState, capsys: pytest.CaptureFixture[str]) -> None:
+    """NaN is not valid JSON, and a program may report any value."""
     writer = StatusWriter(state.hosts[0].run_dir / STATUS_DIRECTORY, 0)
     writer.write("started")
     writer.write("progress", step=3, loss=float("nan"), tokens_per_second="fast")
-    view.watch(lambda: take(state), follow=False, as_json=True, every=1)
-    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert (told["step"], told["loss"], told["tokens_per_second"]) == (3, None, None)
-    view.watch(lambda: take(state), follow=False, as_json=False, every=1)
+    view.show_snapshots(lambda: take(state), follow=False, as_json=True, every=1)
+    record = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert (record["step"], record["loss"], record["tokens_per_second"]) == (3, None, None)
+    view.show_snapshots(lambda: take(state), follow=False, as_json=False, every=1)
     assert " nan" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What is made of hosts that end before every rank has joined."""
+"""Tests of runs whose hosts end before every rank has joined."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from flagscale.launcher import snapshot, start
 from flagscale.launcher.layout import EXIT_FILE
 from flagscale.launcher.planning.model import LaunchPlan
 from flagscale.launcher.runners.hosts import HostRunner
-from flagscale.launcher.state import RunState, state_of
+from flagscale.launcher.state import RunState, make_state
 
 MakePlan = Callable[..., LaunchPlan]
 
 
-class Watched(HostRunner):
-    """A runner that knows how runs end by their files alone."""
+class FileRunner(HostRunner):
+    """A runner that determines the end of runs from their files only."""
 
     stopped = False
     brings = ""
@@ -31,7 +31,7 @@ class Watched(HostRunner):
         return any(ended) if any_host else all(ended)
 
     def query(self, state: RunState, *, with_lines: bool = False) -> snapshot.Snapshot:
-        return snapshot.take(state, {})
+        return snapshot.take_snapshot(state, {})
 
     def bring_output(self, state: RunState) -> None:
         state.hosts[0].output.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ class Watched(HostRunner):
 @pytest.fixture
 def state(make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunState:
     monkeypatch.setattr(start, "_FAILURE_SECONDS", 0.1)
-    return state_of(make_plan(hosts=(Host("h0"), Host("h1")), exp_dir=tmp_path / "exp"))
+    return make_state(make_plan(hosts=(Host("h0"), Host("h1")), exp_dir=tmp_path / "exp"))
 
 
 def end(state: RunState, rank: int, code: int, **more: Any) -> None:
@@ -53,25 +53,25 @@ def end(state: RunState, rank: int, code: int, **more: Any) -> None:
     write_json(run_dir / EXIT_FILE, {"code": code, "ended": 1.0, "phase": "job", **more})
 
 
-def test_a_job_that_ends_well_on_one_host_first_is_left_to_end(state: RunState) -> None:
-    runner = Watched()
+def test_job_that_succeeds_on_one_host_first_may_finish(state: RunState) -> None:
+    runner = FileRunner()
     end(state, 0, 0)
     assert "ended well on some hosts" in start.wait_until_started(state, runner, 60)
     assert not runner.stopped
 
 
-def test_the_rest_of_a_job_is_stopped_where_nobody_knows_why_one_host_ended(
+def test_job_is_stopped_after_an_unexplained_end_of_one_host(
     state: RunState,
 ) -> None:
-    runner = Watched()
+    runner = FileRunner()
     end(state, 1, 143, signal=15)
     with pytest.raises(JobError, match=r"the script ended on h\[0-1\] before every"):
         start.wait_until_started(state, runner, 60)
     assert runner.stopped
 
 
-def test_what_hosts_have_printed_is_brought_before_it_is_quoted(state: RunState) -> None:
-    runner = Watched()
+def test_output_is_fetched_before_it_is_quoted(state: RunState) -> None:
+    runner = FileRunner()
     runner.brings = "/opt/no such/python: No such file or directory\n"
     end(state, 1, 143, signal=15)
     with pytest.raises(JobError, match="/opt/no such/python: No such file"):
@@ -81,4 +81,4 @@ def test_what_hosts_have_printed_is_brought_before_it_is_quoted(state: RunState)
 def test_a_host_that_failed_is_named(state: RunState) -> None:
     end(state, 1, 5, phase="before_start")
     with pytest.raises(JobError, match="h1: before_start failed with exit code 5"):
-        start.wait_until_started(state, Watched(), 60)
+        start.wait_until_started(state, FileRunner(), 60)

@@ -13,33 +13,33 @@ from flagscale.files import make_private_directory, read_json, write_atomic, wri
 from flagscale.hosts.processes import Process
 from flagscale.launcher.layout import Layout, host_label
 from flagscale.launcher.planning.model import LaunchPlan
-from flagscale.launcher.state import load_state, new_run_id, state_of
+from flagscale.launcher.state import load_state, make_state, new_run_id
 
 MakePlan = Callable[..., LaunchPlan]
 
 
-def test_a_state_is_read_as_it_was_written(make_plan: MakePlan, tmp_path: Path) -> None:
-    state = with_process(state_of(make_plan(exp_dir=tmp_path / "ü x")), Process(7, 8), "boot")
+def test_state_round_trip(make_plan: MakePlan, tmp_path: Path) -> None:
+    state = with_process(make_state(make_plan(exp_dir=tmp_path / "ü x")), Process(7, 8), "boot")
     path = tmp_path / "state.json"
     state.save(path)
     assert load_state(path) == state
     assert script_of(state) == Process(7, 8)
 
 
-def test_a_directory_that_has_another_name_now(make_plan: MakePlan, tmp_path: Path) -> None:
+def test_renamed_directory(make_plan: MakePlan, tmp_path: Path) -> None:
     old, new = tmp_path / "a run", tmp_path / "kept" / "renamed"
-    state = state_of(make_plan(exp_dir=old))
+    state = make_state(make_plan(exp_dir=old))
     make_private_directory(Layout(old).logs)
     state.save(Layout(old).state)
     assert load_state(Layout(old).state) == state
     new.parent.mkdir()
     old.rename(new)
-    found = load_state(Layout(new).state)
-    assert found is not None
-    assert found.exp_dir == new
-    assert found.hosts[0].output == new / state.hosts[0].output.relative_to(old)
-    assert found.hosts[0].run_dir.is_relative_to(new)
-    # What has been put in its place is not taken for it.
+    loaded = load_state(Layout(new).state)
+    assert loaded is not None
+    assert loaded.exp_dir == new
+    assert loaded.hosts[0].output == new / state.hosts[0].output.relative_to(old)
+    assert loaded.hosts[0].run_dir.is_relative_to(new)
+    # Another file in its place is not read as the state.
     old.mkdir()
     assert load_state(Layout(new).state) == state
 
@@ -65,9 +65,9 @@ def test_no_state(tmp_path: Path) -> None:
 
 
 def test_run_ids_differ_and_are_file_names() -> None:
-    found = {new_run_id() for _ in range(100)}
-    assert len(found) == 100
-    assert all("/" not in run_id and run_id.isascii() for run_id in found)
+    run_ids = {new_run_id() for _ in range(100)}
+    assert len(run_ids) == 100
+    assert all("/" not in run_id and run_id.isascii() for run_id in run_ids)
 
 
 @pytest.mark.parametrize(
@@ -83,18 +83,18 @@ def test_host_labels(host: str, expected: str) -> None:
     assert host_label(3, host) == expected
 
 
-def test_log_dir_takes_the_runs_directories(tmp_path: Path) -> None:
+def test_log_dir_contains_the_run_directories(tmp_path: Path) -> None:
     layout = Layout(tmp_path, tmp_path / "elsewhere")
     assert layout.run_dir(0, "h", "r") == tmp_path / "elsewhere" / "host_0_h" / "r"
     assert layout.script(0, "h") == tmp_path / "logs/scripts/host_0_h_run.sh"
 
 
-def test_files_are_private_and_whole(tmp_path: Path) -> None:
+def test_files_are_private_and_complete(tmp_path: Path) -> None:
     directory = tmp_path / "a" / "b"
     make_private_directory(directory)
     make_private_directory(directory)
-    for made in (directory, directory.parent):
-        assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    for created in (directory, directory.parent):
+        assert stat.S_IMODE(created.stat().st_mode) == 0o700
     path = directory / "file.json"
     write_json(path, {"ü": 1})
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -106,12 +106,12 @@ def test_files_are_private_and_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.root  # who else may give files away
-def test_what_root_replaces_stays_its_owners(tmp_path: Path) -> None:
+def test_files_replaced_by_root_keep_their_owner(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     write_json(path, {})
     os.chown(path, 65534, 100)
     write_json(path, {"ended": 1})
-    found = path.stat()
-    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (65534, 100, 0o600)
+    status = path.stat()
+    assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (65534, 100, 0o600)
     write_json(tmp_path / "new.json", {})
     assert (tmp_path / "new.json").stat().st_uid == 0

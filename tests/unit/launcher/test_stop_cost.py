@@ -1,4 +1,4 @@
-"""What is said of a stop that had to kill, and of one that could not be recorded."""
+"""Tests of messages about a stop that killed processes, or that could not be recorded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 from flagscale.errors import RunStateError
 from flagscale.files import write_json
 from flagscale.hosts.hostfile import Host
-from flagscale.hosts.processes import Swept
+from flagscale.hosts.processes import KilledProcesses
 from flagscale.launcher.layout import EXIT_FILE, STATUS_DIRECTORY, Layout
 from flagscale.launcher.planning.model import LaunchPlan
-from flagscale.launcher.state import RunState, load_state, state_of
+from flagscale.launcher.state import RunState, load_state, make_state
 from flagscale.launcher.stop_result import (
-    Stopped,
-    cost,
+    StopResult,
+    describe_lost_work,
     killed_ranks,
     record_stop,
     require_recorded,
@@ -31,37 +31,46 @@ RANKS = {0: 10, 1: 11}
 
 @pytest.fixture
 def state(make_plan: Callable[..., LaunchPlan], tmp_path: Path) -> RunState:
-    made = state_of(make_plan(hosts=(Host("h1", 2), Host("h2", 2)), exp_dir=tmp_path / "exp"))
-    for host in made.hosts:
+    plan = make_state(make_plan(hosts=(Host("h1", 2), Host("h2", 2)), exp_dir=tmp_path / "exp"))
+    for host in plan.hosts:
         (host.run_dir / STATUS_DIRECTORY).mkdir(parents=True)
-    return replace(made, stop_grace=60.0)
+    return replace(plan, stop_grace=60.0)
 
 
 @pytest.mark.parametrize(
     ("swept", "killed", "expected"),
     [
-        pytest.param({"h1": Swept((1, 2))}, {}, "", id="nobody"),
-        pytest.param({"h1": Swept()}, {"h1": (1,)}, "rank 1 on h1", id="one"),
+        pytest.param({"h1": KilledProcesses((1, 2))}, {}, "", id="nobody"),
+        pytest.param({"h1": KilledProcesses()}, {"h1": (1,)}, "rank 1 on h1", id="one"),
         pytest.param(
-            {"h1": Swept(), "h2": Swept()}, {"h1": (1,), "h2": (2, 3)}, "ranks 1, 2, 3 on h[1-2]",
+            {"h1": KilledProcesses(), "h2": KilledProcesses()},
+            {"h1": (1,), "h2": (2, 3)},
+            "ranks 1, 2, 3 on h[1-2]",
             id="hosts",
         ),
         pytest.param(
-            {"h1": Swept()}, {"h1": tuple(range(12))}, "ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 … on h1",
+            {"h1": KilledProcesses()},
+            {"h1": tuple(range(12))},
+            "ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 … on h1",
             id="many",
         ),
-        pytest.param({"h2": Swept((), (5, 6))}, {}, "2 process(es) on h2", id="unknown"),
+        pytest.param({"h2": KilledProcesses((), (5, 6))}, {}, "2 process(es) on h2", id="unknown"),
         pytest.param(
-            {"h1": Swept((), (9,)), "h2": Swept((), (5, 6))}, {"h1": (0,)},
+            {"h1": KilledProcesses((), (9,)), "h2": KilledProcesses((), (5, 6))}, {"h1": (0,)},
             "rank 0 on h1 and 2 process(es) on h2", id="both",
         ),
     ],
 )  # fmt: skip
-def test_who_was_killed(
-    state: RunState, swept: dict[str, Swept], killed: dict[str, tuple[int, ...]], expected: str
+def test_killed_ranks(
+    state: RunState,
+    swept: dict[str, KilledProcesses],
+    killed: dict[str, tuple[int, ...]],
+    expected: str,
 ) -> None:
-    said = cost(state, Stopped(swept, killed=killed), 0.0)
-    assert said.partition(" did not end within the 60 s of runner.stop_grace ")[0] == expected
+    description = describe_lost_work(state, StopResult(swept, killed=killed), 0.0)
+    assert (
+        description.partition(" did not end within the 60 s of runner.stop_grace ")[0] == expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,28 +82,39 @@ def test_who_was_killed(
         (True, 101.0, "what was not saved is lost"),
     ],
 )
-def test_what_was_saved(state: RunState, external: bool, since: float, expected: str) -> None:
+def test_saved_checkpoint(state: RunState, external: bool, since: float, expected: str) -> None:
     path = state.hosts[1].run_dir / STATUS_DIRECTORY / "rank_3.jsonl"
     path.write_text(json.dumps({"time": 100.5, "event": "checkpoint", "step": 5}) + "\n")
-    said = cost(replace(state, external=external), Stopped(killed={"h1": (1,)}), since)
-    assert said.endswith(f" and was killed; {expected}")
+    description = describe_lost_work(
+        replace(state, external=external), StopResult(killed={"h1": (1,)}), since
+    )
+    assert description.endswith(f" and was killed; {expected}")
 
 
 @pytest.mark.parametrize(
     ("record", "swept", "expected"),
     [
-        pytest.param(None, Swept(ranks=RANKS), (), id="unknown"),
-        pytest.param(None, Swept((), (11, 99), ranks=RANKS), (1,), id="after-the-agent"),
+        pytest.param(None, KilledProcesses(ranks=RANKS), (), id="unknown"),
+        pytest.param(None, KilledProcesses((), (11, 99), ranks=RANKS), (1,), id="after-the-agent"),
         pytest.param(
-            {"phase": "job", "swept": [10, 98]}, Swept((11,), ranks=RANKS), (0,), id="by-the-agent"
+            {"phase": "job", "swept": [10, 98]},
+            KilledProcesses((11,), ranks=RANKS),
+            (0,),
+            id="by-the-agent",
         ),
         pytest.param(
-            {"phase": "agent", "swept": [10]}, Swept(ranks=RANKS), (), id="without-the-agent"
+            {"phase": "agent", "swept": [10]},
+            KilledProcesses(ranks=RANKS),
+            (),
+            id="without-the-agent",
         ),
     ],
 )
 def test_ranks_by_their_pids(
-    state: RunState, record: dict[str, object] | None, swept: Swept, expected: tuple[int, ...]
+    state: RunState,
+    record: dict[str, object] | None,
+    swept: KilledProcesses,
+    expected: tuple[int, ...],
 ) -> None:
     host = state.hosts[0]
     if record is not None:
@@ -102,7 +122,7 @@ def test_ranks_by_their_pids(
     assert killed_ranks(host, swept) == expected
 
 
-def test_a_later_runs_state_is_left_alone(state: RunState) -> None:
+def test_state_of_a_later_run_is_unchanged(state: RunState) -> None:
     path = Layout(state.exp_dir).state
     assert record_stop(state) is None
     assert not path.exists()
@@ -114,8 +134,8 @@ def test_a_later_runs_state_is_left_alone(state: RunState) -> None:
     assert load_state(path) == stopping
 
 
-def test_what_could_not_be_recorded(state: RunState) -> None:
-    require_recorded(state, Stopped())
+def test_stop_that_could_not_be_recorded(state: RunState) -> None:
+    require_recorded(state, StopResult())
     error = OSError(errno.ENOSPC, "No space left on device", "/x/state.json")
     with pytest.raises(RunStateError, match=r"could not be recorded: /x/state.json: No space"):
-        require_recorded(state, Stopped(unrecorded=error))
+        require_recorded(state, StopResult(unrecorded=error))

@@ -1,4 +1,4 @@
-"""Stopping a run whose processes belong to somebody else."""
+"""Tests of stopping a run whose processes belong to another user."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from support.launch_lab import script_of, with_process
 from flagscale.config.schema import Experiment, Options
 from flagscale.errors import RunStateError
 from flagscale.hosts import processes
-from flagscale.hosts.program import Answer, parse
+from flagscale.hosts.program import ProgramOutput, parse_output
 from flagscale.launcher import actions
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.planning.model import LaunchPlan
 from flagscale.launcher.runners.hosts import HostRunner
 from flagscale.launcher.runners.programs import stop
-from flagscale.launcher.state import RunState, state_of
-from flagscale.launcher.stop_result import Stopped
+from flagscale.launcher.state import RunState, make_state
+from flagscale.launcher.stop_result import StopResult
 from flagscale.status import RUN_ID_VARIABLE
 
 pytestmark = pytest.mark.root  # who else can be somebody else
@@ -31,8 +31,8 @@ _NOBODY = 65534
 
 
 @contextmanager
-def nobody() -> Iterator[None]:
-    """This process without root's rights, for as long as the block lasts."""
+def without_root() -> Iterator[None]:
+    """Drop this process's root privileges within the block."""
     os.setresuid(_NOBODY, _NOBODY, 0)
     try:
         yield
@@ -42,7 +42,7 @@ def nobody() -> Iterator[None]:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory that everybody may look into: pytest's own are private."""
+    """A directory that is readable for all users: pytest's own are private."""
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o777)
         yield Path(name)
@@ -50,47 +50,47 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture
 def state(make_plan: Callable[..., LaunchPlan], place: Path) -> Iterator[RunState]:
-    """A run of root's whose script lives."""
-    made = replace(state_of(make_plan(exp_dir=place)), run_id=f"t-{os.urandom(6).hex()}")
+    """A run of root whose script is alive."""
+    plan = replace(make_state(make_plan(exp_dir=place)), run_id=f"t-{os.urandom(6).hex()}")
     path = Layout(place).state
     path.parent.mkdir(parents=True)
     with subprocess.Popen(
-        ["sleep", "600"], env={**os.environ, RUN_ID_VARIABLE: made.run_id}
+        ["sleep", "600"], env={**os.environ, RUN_ID_VARIABLE: plan.run_id}
     ) as script:
-        process = processes.identify(script.pid)
+        process = processes.identify_process(script.pid)
         assert process is not None
-        made = with_process(made, process, processes.boot_id())
-        made.save(path)
+        plan = with_process(plan, process, processes.read_boot_id())
+        plan.save(path)
         path.chmod(0o644)
-        yield made
+        yield plan
         script.kill()
 
 
-def asked_by_nobody(state: RunState) -> tuple[Answer, bytes]:
-    """What a stop by another user is told, and what it prints on stderr."""
-    program = stop.text(state, state.hosts[0])
-    done = subprocess.run(
+def stop_as_other_user(state: RunState) -> tuple[ProgramOutput, bytes]:
+    """Return the error of a stop by another user, and its output on stderr."""
+    program = stop.render_stop(state, state.hosts[0])
+    result = subprocess.run(
         ["bash", "-c", program], user=_NOBODY, extra_groups=[], capture_output=True, check=True
     )
-    return parse(done.stdout), done.stderr
+    return parse_output(result.stdout), result.stderr
 
 
-def test_closed_is_not_gone(state: RunState) -> None:
+def test_unreadable_process_is_not_considered_ended(state: RunState) -> None:
     script = script_of(state)
     later = replace(script, start_ticks=script.start_ticks - 1)
-    answer, _ = asked_by_nobody(with_process(state, later, processes.boot_id()))
+    answer, _ = stop_as_other_user(with_process(state, later, processes.read_boot_id()))
     assert (answer.get("found"), answer.get("owner")) == ("0", "")
-    answer, _ = asked_by_nobody(state)
+    answer, _ = stop_as_other_user(state)
     assert (answer.get("found"), answer.get("owner")) == ("1", "root")
 
 
-def test_stop_says_whose_it_is(
+def test_stop_names_the_owner(
     state: RunState, make_experiment: Callable[..., Experiment], place: Path
 ) -> None:
     experiment = make_experiment(exp_dir=place)
     before = Layout(place).state.read_text(encoding="utf-8")
-    with nobody(), pytest.raises(RunStateError) as raised:
-        actions.attend(experiment, Options("stop"))
+    with without_root(), pytest.raises(RunStateError) as raised:
+        actions.run_on_existing(experiment, Options("stop"))
     message = str(raised.value)
     assert f"run {state.run_id} of tiny llama lives and is root's" in message
     assert f"localhost: {state.hosts[0].pid}" in message
@@ -98,20 +98,20 @@ def test_stop_says_whose_it_is(
     assert Layout(place).state.read_text(encoding="utf-8") == before
 
 
-def test_never_ended_already_while_it_lives(
+def test_living_run_is_not_reported_as_ended(
     state: RunState,
     make_experiment: Callable[..., Experiment],
     place: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(HostRunner, "stop", lambda *_: Stopped())
+    monkeypatch.setattr(HostRunner, "stop", lambda *_: StopResult())
     with pytest.raises(RunStateError, match="none of its processes was found"):
-        actions.attend(make_experiment(exp_dir=place), Options("stop"))
+        actions.run_on_existing(make_experiment(exp_dir=place), Options("stop"))
 
 
-def test_a_host_says_whose_it_is(state: RunState) -> None:
-    answer, said = asked_by_nobody(state)
+def test_host_reports_the_owner(state: RunState) -> None:
+    answer, output = stop_as_other_user(state)
     assert (answer.get("owner"), answer.get("left")) == ("root", str(state.hosts[0].pid))
-    assert (said, answer.get("end")) == (b"", "yes")
+    assert (output, answer.get("end")) == (b"", "yes")
     script = script_of(state)
     assert processes.is_alive(script)

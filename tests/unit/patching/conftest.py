@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flagscale.patching.sources import Choice
-from flagscale.patching.spec import Layout
-from flagscale.patching.unpatch import Outcome, unpatch
+from flagscale.patching.sources import SourceOptions
+from flagscale.patching.spec import BackendLayout
+from flagscale.patching.unpatch import UnpatchResult, unpatch
 
 BACKEND = """\
 name: tiny
@@ -44,7 +44,7 @@ class Project:
     """A project root with the definition of ``tiny`` and a checkout of its source."""
 
     def __init__(self, root: Path) -> None:
-        self.layout = Layout(root / "project", "tiny")
+        self.layout = BackendLayout(root / "project", "tiny")
         self.source = root / "checkout"
         self.layout.definition.mkdir(parents=True)
         (self.layout.definition / "backend.yaml").write_text(BACKEND)
@@ -56,9 +56,9 @@ class Project:
     def tree(self) -> Path:
         return self.layout.tree
 
-    def unpatch(self, *, force: bool = False) -> Outcome:
-        choice = Choice(path=self.source)
-        return unpatch(self.layout, choice, force=force, say=lambda line: None)
+    def unpatch(self, *, force: bool = False) -> UnpatchResult:
+        choice = SourceOptions(path=self.source)
+        return unpatch(self.layout, choice, force=force, report_step=lambda line: None)
 
 
 def write(path: Path, content: str | bytes) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from flagscale.errors import BackendSourceError
 from flagscale.patching.archive import copy_tree, pack, stays_inside, unpack
-from flagscale.patching.manifest import scan
+from flagscale.patching.manifest import scan_tree
 
 
 def member(
@@ -58,7 +58,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("members", HOSTILE.values(), ids=HOSTILE.keys())
-def test_refused_before_anything_is_written(
+def test_unsafe_archive_is_rejected_before_extraction(
     tmp_path: Path, members: list[tuple[tarfile.TarInfo, bytes]]
 ) -> None:
     target = tmp_path / "inner" / "out"
@@ -78,7 +78,7 @@ def test_ordinary_archive(tmp_path: Path) -> None:
         member("top/thing.egg-info/PKG-INFO"),
     )
     unpack(made, tmp_path / "out")
-    found = scan(tmp_path / "out")
+    found = scan_tree(tmp_path / "out")
     assert list(found) == ["a b$'ü.py", "run.sh", "sub/link"]
     assert found["run.sh"].startswith("x:")
     assert found["sub/link"] == "link:../run.sh"
@@ -110,11 +110,11 @@ def test_truncated_archive_is_named(tmp_path: Path) -> None:
         ("a", "b/../../c", False),
     ],
 )
-def test_links_stay_inside(link: str, target: str, inside: bool) -> None:
+def test_links_must_stay_inside_the_tree(link: str, target: str, inside: bool) -> None:
     assert stays_inside(link, target) is inside
 
 
-def test_copy_leaves_caches_and_refuses_links_out(tmp_path: Path) -> None:
+def test_copy_skips_caches_and_rejects_links_to_outside(tmp_path: Path) -> None:
     source = tmp_path / "s"
     (source / "__pycache__").mkdir(parents=True)
     (source / "__pycache__/a.pyc").write_bytes(b"x")
@@ -134,6 +134,6 @@ def test_pack_and_unpack_give_the_same_tree(tmp_path: Path) -> None:
     (source / "d/x").write_bytes(b"\0\r\n")
     (source / "d/x").chmod(0o755)
     (source / "l").symlink_to("d/x")
-    pack(source, scan(source), tmp_path / "p.tar.gz")
+    pack(source, scan_tree(source), tmp_path / "p.tar.gz")
     unpack(tmp_path / "p.tar.gz", tmp_path / "out")
-    assert scan(tmp_path / "out") == scan(source)
+    assert scan_tree(tmp_path / "out") == scan_tree(source)

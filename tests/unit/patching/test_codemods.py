@@ -170,7 +170,7 @@ UNCHANGED = [
 
 
 @pytest.mark.parametrize("source", [c[1] for c in UNCHANGED], ids=[c[0] for c in UNCHANGED])
-def test_leaves_alone(source: str) -> None:
+def test_unrelated_code_is_unchanged(source: str) -> None:
     source = f"import torch\n{source}\n"
     result = rewrite_source(source, list(CODEMODS.values()), path="x.py")
     assert (result.source, result.changes) == (source, {})
@@ -187,11 +187,11 @@ def test_leaves_alone(source: str) -> None:
         ("from torch.cuda import synchronize as wait", "wait()"),
     ],
 )
-def test_sees_through_every_spelling_of_an_import(imports: str, call: str) -> None:
+def test_all_forms_of_an_import_are_recognized(imports: str, call: str) -> None:
     assert rewritten(f"{imports}\n{call}\n") == f"{imports}\naccelerator.synchronize()\n"
 
 
-def test_import_follows_the_leading_imports() -> None:
+def test_new_import_follows_existing_imports() -> None:
     source = (
         '"""Doc."""\n\nfrom __future__ import annotations\n\nimport torch\n\nX = 1\nimport os\n'
     )
@@ -233,7 +233,7 @@ def test_rng_functions_return_before_they_reach_cuda() -> None:
     assert ast.unparse(setter.body[0]) == guard + "set_rng_state(new_state)"
 
 
-def test_fork_warns_only_where_the_cpu_generator_is_another() -> None:
+def test_fork_warns_only_for_a_different_cpu_generator() -> None:
     after = rewritten(RNG, "rng-fork-warning")
     assert "if accelerator.has_device() and not torch.equal(saved, torch.get_rng_state()):" in after
     assert "        if self.other:\n" in after
@@ -261,12 +261,12 @@ def test_missing_optional_import_becomes_none() -> None:
     assert scope["f"]() == 2  # type: ignore[operator]
 
 
-def test_bound_optional_import_is_left_alone() -> None:
+def test_optional_import_that_is_bound_elsewhere_is_unchanged() -> None:
     source = OPTIONAL.replace("    HAVE = False", "    HAVE = False\n    gemm = None")
     assert rewritten(source) == source
 
 
-def test_own_use_of_the_alias_is_refused() -> None:
+def test_conflicting_use_of_the_alias_is_rejected() -> None:
     source = "import torch\naccelerator = 1\ntorch.cuda.synchronize()\n"
     with pytest.raises(BackendSourceError, match=r"x\.py: binds the name 'accelerator'"):
         rewritten(source)

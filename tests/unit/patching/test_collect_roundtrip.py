@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flagscale.errors import BackendSourceError
 from flagscale.patching.collect import collect
-from flagscale.patching.manifest import scan
+from flagscale.patching.manifest import scan_tree
 from flagscale.patching.unpatch import patch_digests
 
 from .conftest import Project, write
@@ -22,7 +22,7 @@ def fresh(project: Project) -> dict[str, str]:
     """The tree an unpatch makes from nothing."""
     shutil.rmtree(project.tree)
     project.unpatch()
-    return scan(project.tree)
+    return scan_tree(project.tree)
 
 
 def test_modified_new_and_deleted_files(project: Project) -> None:
@@ -33,7 +33,7 @@ def test_modified_new_and_deleted_files(project: Project) -> None:
     (project.tree / "README.md").unlink()
     (project.tree / "tiny/kernels/fast.py").chmod(0o755)
     (project.tree / "link").symlink_to("tiny/work.py")
-    wanted = scan(project.tree)
+    wanted = scan_tree(project.tree)
     collected = collect(project.layout, message="Return two.\nBecause one is lonely.")
     assert collected.written == (
         "README.md.patch",
@@ -55,7 +55,7 @@ def test_is_idempotent_and_leaves_unpatch_nothing_to_do(project: Project) -> Non
     collect(project.layout, message="Mine.")
     stored = patch_digests(project.layout)
     outcome = project.unpatch()
-    assert not outcome.made
+    assert not outcome.built
     assert not outcome.edits
     again = collect(project.layout, message="Another message for nothing new.")
     assert (again.written, again.removed) == ((), ())
@@ -72,7 +72,7 @@ def test_header_stays_when_the_edit_grows(project: Project) -> None:
     assert (project.layout.patches / "README.md.patch").read_text().startswith("# Mine.\n\ndiff")
 
 
-def test_edit_taken_back_removes_its_patch(project: Project) -> None:
+def test_reverted_edit_removes_its_patch(project: Project) -> None:
     project.unpatch()
     write(project.tree / "tiny/sub/new.py", "x = 1\n")
     collect(project.layout)
@@ -82,7 +82,7 @@ def test_edit_taken_back_removes_its_patch(project: Project) -> None:
     assert not list(project.layout.patches.iterdir())
 
 
-def test_patches_that_the_tree_never_saw_are_not_overwritten(project: Project) -> None:
+def test_patches_not_applied_to_the_tree_are_not_overwritten(project: Project) -> None:
     project.unpatch()
     write(project.layout.patches / "vendor.patch", "a colleague's")
     with pytest.raises(BackendSourceError, match=r"new: vendor\.patch") as error:
@@ -92,7 +92,7 @@ def test_patches_that_the_tree_never_saw_are_not_overwritten(project: Project) -
     assert collect(project.layout, force=True).removed == ("vendor.patch",)
 
 
-def test_collecting_from_an_outdated_tree_does_not_make_it_current(project: Project) -> None:
+def test_collecting_does_not_mark_an_outdated_tree_as_current(project: Project) -> None:
     project.unpatch()
     write(project.tree / "README.md", "mine\n")
     (project.layout.definition / "codemods.yaml").write_text("rules: []\n")
@@ -100,13 +100,13 @@ def test_collecting_from_an_outdated_tree_does_not_make_it_current(project: Proj
         project.unpatch()
     collect(project.layout)
     outcome = project.unpatch()
-    assert outcome.made
+    assert outcome.built
     assert outcome.backup is None
     assert "torch.cuda" in (project.tree / "tiny/work.py").read_text()
     assert (project.tree / "README.md").read_text() == "mine\n"
 
 
-def test_edit_that_does_not_compile_is_refused(project: Project) -> None:
+def test_edit_that_does_not_compile_is_rejected(project: Project) -> None:
     project.unpatch()
     write(project.tree / "tiny/work.py", "x = 1\ndef f(:\n")
     with pytest.raises(BackendSourceError, match=r"tiny/work\.py:2: does not compile"):
@@ -114,7 +114,7 @@ def test_edit_that_does_not_compile_is_refused(project: Project) -> None:
     assert not project.layout.patches.exists()
 
 
-def test_without_a_tree_says_what_to_do(project: Project) -> None:
+def test_missing_tree_is_an_error_with_a_hint(project: Project) -> None:
     with pytest.raises(BackendSourceError, match=r"run tools/patch/unpatch\.py --backend tiny"):
         collect(project.layout)
 
@@ -137,7 +137,7 @@ CONTENTS = st.one_of(
     edits=st.dictionaries(NAMES, st.one_of(st.none(), CONTENTS), max_size=4),
     executable=st.sets(NAMES, max_size=2),
 )
-def test_any_edit_comes_back(
+def test_any_edit_round_trips(
     source: dict[str, bytes],
     edits: dict[str, bytes | None],
     executable: set[str],
@@ -156,8 +156,8 @@ def test_any_edit_comes_back(
         for name in executable:
             if (project.tree / name).exists():
                 (project.tree / name).chmod(0o755)
-        wanted = scan(project.tree)
+        wanted = scan_tree(project.tree)
         collect(project.layout)
-        assert not project.unpatch().made
+        assert not project.unpatch().built
         assert fresh(project) == wanted
         assert collect(project.layout).written == ()

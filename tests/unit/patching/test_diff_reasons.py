@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from textwrap import dedent
 
-from flagscale.patching.diffs import explain, parse
+from flagscale.patching.diffs import explain_failure, parse_diff
 
 DIFF = dedent("""\
     # A header with --- in it.
@@ -31,7 +31,7 @@ DIFF = dedent("""\
 
 
 def test_parse_reads_files_and_hunks() -> None:
-    changed, new = parse(DIFF)
+    changed, new = parse_diff(DIFF)
     assert (changed.old, changed.new) == ("sub/x.py", "sub/x.py")
     assert [h.start for h in changed.hunks] == [1, 10]
     assert changed.hunks[0].old == ["one", "two", "three"]
@@ -42,38 +42,38 @@ def test_parse_reads_files_and_hunks() -> None:
 
 def test_parse_reads_quoted_names() -> None:
     text = '--- "a/\\303\\274 x"\t\n+++ "b/\\303\\274 x"\t\n@@ -1 +1 @@\n-a\n+b\n'
-    assert parse(text)[0].old == "ü x"
+    assert parse_diff(text)[0].old == "ü x"
 
 
-def test_says_hunk_line_expected_and_found(tmp_path: Path) -> None:
+def test_message_names_hunk_line_expected_and_actual_text(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     body = [f"line {i}" for i in range(30)]
     body[20:22] = ["ten", "twelve"]
     (tmp_path / "sub/x.py").write_text("one\ntwo\nthree\n" + "\n".join(body))
-    assert explain(DIFF, tmp_path) == [
+    assert explain_failure(DIFF, tmp_path) == [
         "sub/x.py: hunk 2 of 2 (@@ -10,2 +10,3 @@ def f():) does not fit:\n"
         "    line 25: expected 'eleven'\n    found    'twelve'"
     ]
 
 
-def test_says_that_the_result_is_there_already(tmp_path: Path) -> None:
+def test_message_for_an_applied_patch(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/x.py").write_text("one\nTWO\nthree\nten\neleven\n")
-    (reason,) = explain(DIFF, tmp_path)
+    (reason,) = explain_failure(DIFF, tmp_path)
     assert "hunk 1 of 2" in reason
     assert "already has the hunk's result" in reason
 
 
-def test_says_that_files_are_missing_or_in_the_way(tmp_path: Path) -> None:
+def test_message_for_missing_or_existing_files(tmp_path: Path) -> None:
     (tmp_path / "new.py").write_text("")
-    assert explain(DIFF, tmp_path) == [
+    assert explain_failure(DIFF, tmp_path) == [
         "sub/x.py: the patch changes it, but there is no such file",
         "new.py: the patch creates it, but it is already there",
     ]
 
 
-def test_says_that_the_file_ended(tmp_path: Path) -> None:
+def test_message_for_an_early_end_of_file(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/x.py").write_text("one")
-    reasons = explain(DIFF, tmp_path)
+    reasons = explain_failure(DIFF, tmp_path)
     assert "found    the end of the file" in reasons[0]

@@ -63,7 +63,7 @@ def test_compiler_errors_are_a_warning(project: Project) -> None:
 
 
 @pytest.mark.compiler
-def test_missing_helper_is_provided_once_it_can_be(
+def test_missing_helper_is_built_when_possible(
     project: Project, headers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     declare(project)
@@ -72,7 +72,7 @@ def test_missing_helper_is_provided_once_it_can_be(
         without.setenv("CXX", "/bin/false")
         assert project.unpatch().manifest.generated == ()
     outcome = project.unpatch()
-    assert not outcome.made
+    assert not outcome.built
     assert len(outcome.manifest.generated) == 1
     assert read_manifest(project.layout.manifest) == outcome.manifest
 
@@ -84,12 +84,12 @@ def test_warning_is_printed(project: Project, capsys: pytest.CaptureFixture[str]
     assert "warning: helper" in capsys.readouterr().out
 
 
-def test_no_helper_wanted(project: Project) -> None:
+def test_backend_without_helper(project: Project) -> None:
     spec = load_spec(project.layout)
-    assert native.provide(replace(spec, native_module=None), project.tree, "1") is None
+    assert native.provide_module(replace(spec, native_module=None), project.tree, "1") is None
 
 
-def test_two_commands_at_once_make_one_tree(project: Project) -> None:
+def test_concurrent_commands_build_one_tree(project: Project) -> None:
     tool = Path(__file__).parents[3] / "tools" / "patch" / "unpatch.py"
     command = [sys.executable, str(tool), "--backend", "tiny", "--path", str(project.source)]
     command += ["--root", str(project.layout.root)]

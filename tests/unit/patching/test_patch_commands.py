@@ -19,7 +19,7 @@ def options(project: Project) -> list[str]:
     return ["--backend", "tiny", "--root", str(project.layout.root)]
 
 
-def test_the_whole_way(
+def test_unpatch_edit_collect_and_status(
     project: Project, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main_status(options) == 0
@@ -86,7 +86,7 @@ def test_contradicting_options_exit_2(options: list[str], arguments: list[str]) 
 
 
 @pytest.mark.parametrize("command", [main_unpatch, main_patch, main_status])
-def test_help_teaches(command: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_examples(command: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         command(["--help"])
     assert stopped.value.code == 0

@@ -15,9 +15,9 @@ import pytest
 from flagscale.errors import BackendSourceError, ConfigError
 from flagscale.patching import adapt
 from flagscale.patching import unpatch as module
-from flagscale.patching.manifest import read_manifest, scan
-from flagscale.patching.sources import Choice
-from flagscale.patching.spec import Layout, load_spec
+from flagscale.patching.manifest import read_manifest, scan_tree
+from flagscale.patching.sources import SourceOptions
+from flagscale.patching.spec import BackendLayout, load_spec
 from flagscale.patching.unpatch import unpatch
 
 from .conftest import Project, write
@@ -29,10 +29,10 @@ def quiet(line: str) -> None:
     """Where the steps go."""
 
 
-def test_makes_an_adapted_tree(project: Project) -> None:
+def test_unpatch_creates_an_adapted_tree(project: Project) -> None:
     write(project.layout.files / "tiny/device.py", "def current_device():\n    return 0\n")
     outcome = project.unpatch()
-    assert outcome.made
+    assert outcome.built
     assert SAID in (project.tree / "tiny/work.py").read_text()
     assert "torch.cuda" in (project.tree / "tiny/kernels/fast.py").read_text()
     assert (project.tree / "tiny/device.py").is_file()
@@ -54,21 +54,21 @@ def test_second_run_does_nothing(project: Project) -> None:
     first = project.unpatch()
     inode = project.tree.stat().st_ino
     second = project.unpatch()
-    assert not second.made
+    assert not second.built
     assert second.manifest == first.manifest
     assert project.tree.stat().st_ino == inode
 
 
 def test_without_options_the_tree_keeps_its_source(project: Project) -> None:
     project.unpatch()
-    assert not unpatch(project.layout, Choice(), say=quiet).made
+    assert not unpatch(project.layout, SourceOptions(), report_step=quiet).built
 
 
 @pytest.mark.parametrize(
     "change",
     ["source", "codemods", "patch", "file"],
 )
-def test_any_changed_input_makes_the_tree_anew(project: Project, change: str) -> None:
+def test_changed_input_rebuilds_the_tree(project: Project, change: str) -> None:
     project.unpatch()
     if change == "source":
         write(project.source / "tiny/new.py", "x = 1\n")
@@ -78,8 +78,8 @@ def test_any_changed_input_makes_the_tree_anew(project: Project, change: str) ->
         write(project.layout.patches / "README.md.patch", README_PATCH)
     else:
         write(project.layout.files / "tiny/own.py", "x = 1\n")
-    assert project.unpatch().made
-    assert not project.unpatch().made
+    assert project.unpatch().built
+    assert not project.unpatch().built
 
 
 README_PATCH = """\
@@ -110,20 +110,20 @@ def test_patches_are_applied_after_the_codemods(project: Project) -> None:
 class TestLocalEdits:
     """An edit nobody has collected survives every unpatch."""
 
-    def test_kept_when_nothing_else_changed(self, project: Project) -> None:
+    def test_edits_are_preserved_if_no_input_changed(self, project: Project) -> None:
         project.unpatch()
         write(project.tree / "README.md", "mine\n")
         outcome = project.unpatch()
-        assert not outcome.made
-        assert outcome.edits.lines() == ["modified: README.md"]
+        assert not outcome.built
+        assert outcome.edits.format_lines() == ["modified: README.md"]
         assert (project.tree / "README.md").read_text() == "mine\n"
 
-    def test_refused_by_name_when_the_tree_must_change(self, project: Project) -> None:
+    def test_edited_files_are_named_if_the_tree_must_be_rebuilt(self, project: Project) -> None:
         project.unpatch()
         write(project.tree / "README.md", "mine\n")
         write(project.tree / "tiny/mine.py", "x = 1\n")
         (project.tree / "tiny/kernels/fast.py").unlink()
-        before = scan(project.tree)
+        before = scan_tree(project.tree)
         write(project.source / "tiny/new.py", "x = 1\n")
         with pytest.raises(BackendSourceError) as error:
             project.unpatch()
@@ -134,7 +134,7 @@ class TestLocalEdits:
         ):
             assert line in str(error.value)
         assert "patch.py --backend tiny" in str(error.value)
-        assert scan(project.tree) == before
+        assert scan_tree(project.tree) == before
 
     def test_force_keeps_a_backup_each_time(self, project: Project) -> None:
         project.unpatch()
@@ -145,13 +145,13 @@ class TestLocalEdits:
             assert (outcome.backup / "README.md").read_text() == f"mine {number}\n"
             assert (project.tree / "README.md").read_text() == "# tiny\n"
 
-    def test_caches_and_editor_files_are_no_edits(self, project: Project) -> None:
+    def test_caches_and_editor_files_are_not_edits(self, project: Project) -> None:
         project.unpatch()
         for name in ("tiny/__pycache__/x.pyc", "tiny/work.py.orig", ".mypy_cache/x", "a~"):
             write(project.tree / name, "x")
         assert not project.unpatch().edits
 
-    def test_foreign_tree_is_not_touched(self, project: Project) -> None:
+    def test_directory_of_other_origin_is_not_touched(self, project: Project) -> None:
         write(project.tree / "precious.py", "x = 1\n")
         with pytest.raises(BackendSourceError, match="not by this tool"):
             project.unpatch()
@@ -166,12 +166,12 @@ class TestFailuresLeaveTheTree:
     @pytest.fixture
     def before(self, project: Project) -> dict[str, str]:
         project.unpatch()
-        return scan(project.tree)
+        return scan_tree(project.tree)
 
     @pytest.fixture(autouse=True)
     def unchanged(self, project: Project, before: dict[str, str]) -> object:
         yield
-        assert scan(project.tree) == before
+        assert scan_tree(project.tree) == before
         beside = {p.name for p in project.tree.parent.iterdir()}
         assert beside <= {"tiny", ".tiny.lock"}
 
@@ -200,13 +200,13 @@ class TestFailuresLeaveTheTree:
         with pytest.raises(BackendSourceError, match=r"tiny/version\.py:2: does not compile"):
             project.unpatch()
 
-    def test_source_that_is_something_else(self, project: Project) -> None:
+    def test_source_that_is_not_the_backend(self, project: Project) -> None:
         (project.source / "tiny/version.py").unlink()
         with pytest.raises(BackendSourceError, match=r"not tiny: it has no tiny/version\.py"):
             project.unpatch()
         write(project.source / "tiny/version.py", '__version__ = "1.2.3"\n')
 
-    def test_own_file_that_upstream_has_too(self, project: Project) -> None:
+    def test_added_file_that_exists_upstream(self, project: Project) -> None:
         write(project.layout.files / "tiny/work.py", "x = 1\n")
         with pytest.raises(BackendSourceError, match=r"already has tiny/work\.py"):
             project.unpatch()
@@ -221,24 +221,24 @@ class TestFailuresLeaveTheTree:
             project.unpatch()
 
 
-def test_killed_between_the_renames_recovers(project: Project) -> None:
+def test_interrupted_replacement_is_recovered(project: Project) -> None:
     project.unpatch()
-    project.tree.rename(project.layout.beside("old"))
-    assert not project.unpatch().made
+    project.tree.rename(project.layout.sibling("old"))
+    assert not project.unpatch().built
     assert (project.tree / "README.md").is_file()
 
 
-def test_unknown_backend_names_the_nearest(project: Project) -> None:
+def test_unknown_backend_suggests_the_closest_name(project: Project) -> None:
     layout = replace(project.layout, backend="tinny")
     with pytest.raises(ConfigError) as error:
-        unpatch(layout, Choice(), say=quiet)
+        unpatch(layout, SourceOptions(), report_step=quiet)
     assert error.value.exit_code == 2
     assert str(error.value) == (
         "unknown backend 'tinny'; known: tiny\n  hint: did you mean --backend tiny?"
     )
 
 
-def test_unknown_codemod_names_the_nearest(project: Project) -> None:
+def test_unknown_codemod_suggests_the_closest_name(project: Project) -> None:
     text = "rules:\n  - {codemods: [cuda-cals], include: ['*']}\n"
     (project.layout.definition / "codemods.yaml").write_text(text)
     with pytest.raises(BackendSourceError, match="did you mean 'cuda-calls'"):
@@ -253,7 +253,7 @@ def test_broken_definition_is_named(project: Project, text: str) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"format": 99}'])
-def test_unreadable_record_is_refused_but_not_with_force(project: Project, content: str) -> None:
+def test_unreadable_record_requires_force(project: Project, content: str) -> None:
     project.unpatch()
     project.layout.manifest.write_text(content)
     with pytest.raises(BackendSourceError, match=r"manifest\.json"):
@@ -282,7 +282,7 @@ class TestGitSource:
         git("commit", "-qam", "two")
         return f"file://{project.source}", commit
 
-    def test_takes_the_commit_and_no_other(
+    def test_git_source_is_the_pinned_commit(
         self, project: Project, repository: tuple[str, str]
     ) -> None:
         url, commit = repository
@@ -291,25 +291,31 @@ class TestGitSource:
             cwd=project.source,
             check=True,
         )
-        outcome = unpatch(project.layout, Choice(url=url, commit=commit), say=quiet)
+        outcome = unpatch(project.layout, SourceOptions(url=url, commit=commit), report_step=quiet)
         assert (project.tree / "README.md").read_text() == "# tiny\n"
         assert commit[:12] in outcome.manifest.source
         shutil.rmtree(project.source)  # from now on the cache serves it
         (project.tree / "README.md").unlink()
-        assert unpatch(project.layout, Choice(), force=True, say=quiet).made
+        assert unpatch(project.layout, SourceOptions(), force=True, report_step=quiet).built
 
     def test_missing_commit(self, project: Project, repository: tuple[str, str]) -> None:
         with pytest.raises(BackendSourceError, match="does not have commit 0123"):
-            unpatch(project.layout, Choice(url=repository[0], commit="0123" * 10), say=quiet)
+            unpatch(
+                project.layout,
+                SourceOptions(url=repository[0], commit="0123" * 10),
+                report_step=quiet,
+            )
 
     def test_missing_repository(self, project: Project, tmp_path: Path) -> None:
         url = f"file://{tmp_path}/nowhere"
         with pytest.raises(BackendSourceError, match="could not be fetched"):
-            unpatch(project.layout, Choice(url=url, commit="0123" * 10), say=quiet)
+            unpatch(project.layout, SourceOptions(url=url, commit="0123" * 10), report_step=quiet)
 
     def test_branch_is_not_a_pin(self, project: Project) -> None:
         with pytest.raises(BackendSourceError, match="'main' is not a full commit id"):
-            unpatch(project.layout, Choice(url="file:///x", commit="main"), say=quiet)
+            unpatch(
+                project.layout, SourceOptions(url="file:///x", commit="main"), report_step=quiet
+            )
 
 
 class TestOtherSources:
@@ -317,26 +323,26 @@ class TestOtherSources:
 
     def test_missing_path(self, project: Project) -> None:
         with pytest.raises(BackendSourceError, match="no such file or directory"):
-            unpatch(project.layout, Choice(path=Path("/no/such/tree")), say=quiet)
+            unpatch(project.layout, SourceOptions(path=Path("/no/such/tree")), report_step=quiet)
 
     def test_path_option_missing(self, project: Project) -> None:
         with pytest.raises(BackendSourceError, match="needs --path"):
-            unpatch(project.layout, Choice(kind="path"), say=quiet)
+            unpatch(project.layout, SourceOptions(kind="path"), report_step=quiet)
 
     def test_not_installed(self, project: Project) -> None:
         with pytest.raises(BackendSourceError, match=r"tiny-backend 1\.2\.3 is not installed"):
-            unpatch(project.layout, Choice(kind="installed"), say=quiet)
+            unpatch(project.layout, SourceOptions(kind="installed"), report_step=quiet)
 
     def test_git_without_a_pin(self, project: Project) -> None:
         with pytest.raises(BackendSourceError, match="needs --url and --commit"):
-            unpatch(project.layout, Choice(kind="git"), say=quiet)
+            unpatch(project.layout, SourceOptions(kind="git"), report_step=quiet)
 
 
 def test_record_is_plain_json(project: Project) -> None:
     project.unpatch()
     record = json.loads(project.layout.manifest.read_text())
     assert record["choice"] == {"path": str(project.source)}
-    assert isinstance(Layout(project.layout.root, "tiny"), Layout)
+    assert isinstance(BackendLayout(project.layout.root, "tiny"), BackendLayout)
 
 
 def test_many_files_are_rewritten_in_parallel(project: Project) -> None:

@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 
 import pytest
-from support.report_lab import BEGAN, Laid, lay, steps
+from support.report_lab import BEGAN, StoredRun, steps, store_run
 
 from flagscale.report.history import Attempt
-from flagscale.report.run import Run, look
+from flagscale.report.run import RunReport, collect_run
 
 FAILURE = {
     **{"host": "node", "rank": 0, "exit_code": -9, "reason": "ended with signal 9 (SIGKILL)"},
@@ -18,15 +18,15 @@ FAILURE = {
 
 
 @pytest.fixture
-def laid(tmp_path: Path) -> Laid:
-    return lay(tmp_path)
+def laid(tmp_path: Path) -> StoredRun:
+    return store_run(tmp_path)
 
 
-def _told(run: Run, *kinds: str) -> list[tuple[int, int | None, str]]:
+def _told(run: RunReport, *kinds: str) -> list[tuple[int, int | None, str]]:
     return [(one.attempt, one.step, one.text) for one in run.happened if one.kind in kinds]
 
 
-def test_figures_are_columns_of_what_progress_lines_have(laid: Laid) -> None:
+def test_progress_events_become_columns(laid: StoredRun) -> None:
     mfu = {1: None, 2: 0.5}
     laid.report({"event": "started", "device": "cuda:0"}, *steps(2, mfu=mfu.get, odd="x"))
     laid.report(
@@ -34,7 +34,7 @@ def test_figures_are_columns_of_what_progress_lines_have(laid: Laid) -> None:
     )
     laid.report({"event": "progress", "step": True}, {"event": "progress", "step": 2**60})
     laid.end()
-    (attempt,) = look(laid.state).attempts
+    (attempt,) = collect_run(laid.state).attempts
     assert list(attempt.steps) == [1, 2, 4]
     assert set(attempt.figures) == {"loss", "grad_norm", "mfu"}
     assert [*attempt.figures["loss"]][:2] == [8.5, 8.0]
@@ -42,7 +42,7 @@ def test_figures_are_columns_of_what_progress_lines_have(laid: Laid) -> None:
     assert (attempt.started, attempt.train_steps) == (BEGAN + 1, None)
 
 
-def test_every_start_of_the_job_is_an_attempt(laid: Laid) -> None:
+def test_each_start_of_the_job_is_an_attempt(laid: StoredRun) -> None:
     """In the order in which they were: of an earlier start of the scripts, too."""
     directories = ("status-before-0-status", "status-before-0-status-1", "status", "status.1")
     for number, attempt in enumerate(directories):
@@ -51,7 +51,7 @@ def test_every_start_of_the_job_is_an_attempt(laid: Laid) -> None:
     (laid.state.hosts[0].run_dir / "status.2").mkdir()
     laid.agree(attempt=2, attempts=3, restarts=[{"attempt": 0, "failure": FAILURE}])
     laid.end()
-    run = look(laid.state)
+    run = collect_run(laid.state)
     told = [(a.number, a.again, a.current, list(a.steps)) for a in run.attempts]
     assert told == [
         (1, 1, False, [1, 2, 3]), (2, 2, False, [3, 4, 5]),
@@ -65,20 +65,20 @@ def test_every_start_of_the_job_is_an_attempt(laid: Laid) -> None:
     ]
 
 
-def test_hosts_have_an_attempt_together(tmp_path: Path) -> None:
-    laid = lay(tmp_path, hosts=("a", "b"), nproc=2)
+def test_attempts_are_merged_over_hosts(tmp_path: Path) -> None:
+    laid = store_run(tmp_path, hosts=("a", "b"), nproc=2)
     for rank in range(4):
         laid.report({"event": "started", "device": "cpu"}, rank=rank)
     laid.report(*steps(5), rank=3)
     # One of them has begun the next attempt, the other has not yet.
     laid.report({"event": "started", "device": "cpu"}, rank=0, attempt="status.1")
     laid.end()
-    first, second = look(laid.state).attempts
+    first, second = collect_run(laid.state).attempts
     assert (len([*first.of("started")]), len(first.steps)) == (4, 5)
     assert (len([*second.of("started")]), len(second.steps)) == (1, 0)
 
 
-def test_what_happened(laid: Laid) -> None:
+def test_events_of_the_timeline(laid: StoredRun) -> None:
     spike = "loss spike at step 25: 30.0000 is more than 2 times the median"
     losses = {30: 25.0, 40: math.nan}
     laid.report(*steps(29), {"event": "warning", "message": spike})
@@ -89,7 +89,7 @@ def test_what_happened(laid: Laid) -> None:
     laid.report({"event": "evaluation", "step": 51, "loss": 5.5, "data": "law"})
     laid.report({"event": "finished", "step": 50, "reason": "completed"})
     laid.end()
-    run = look(laid.state)
+    run = collect_run(laid.state)
     assert _told(run, "spike") == [
         (1, 25, spike),
         (1, 30, "loss spike: 25, more than 2 times the usual 8.4828"),
@@ -107,17 +107,17 @@ def test_what_happened(laid: Laid) -> None:
     assert times == sorted(times, key=lambda time: time or 0)
 
 
-def test_a_spike_that_training_has_told_of_is_one(laid: Laid) -> None:
+def test_reported_spike_is_listed_once(laid: StoredRun) -> None:
     logged = [*steps(200)][9::10]
     logged[-1]["loss"] = 30.0
     warned = "loss spike at step 196: 30.0000 is more than 2 times the median"
     laid.report(*logged[:-1], {"event": "warning", "message": warned}, logged[-1])
     laid.end()
-    assert _told(look(laid.state), "spike") == [(1, 196, warned)]
+    assert _told(collect_run(laid.state), "spike") == [(1, 196, warned)]
 
 
 @pytest.mark.parametrize("said", [True, False], ids=["by-the-rank", "by-its-end-alone"])
-def test_the_first_failure_has_a_step(laid: Laid, said: bool) -> None:
+def test_first_failure_has_a_step(laid: StoredRun, said: bool) -> None:
     laid.report({"event": "joined"}, *steps(7))
     if said:
         trace = "Traceback: password=hunter2"
@@ -125,15 +125,15 @@ def test_the_first_failure_has_a_step(laid: Laid, said: bool) -> None:
     failure = {**FAILURE, "exit_code": 1, "reason": "raised E: boom"}
     laid.agree(failure=failure)
     laid.end(1, failure=failure)
-    run = look(laid.state)
+    run = collect_run(laid.state)
     assert _told(run, "failure") == [(1, 7, "first failure: node: rank 0 raised E: boom")]
     last = run.happened[-1].time
     assert last == BEGAN + (9 if said else 8)
 
 
-def test_nothing_at_all(laid: Laid) -> None:
-    run = look(laid.state)
+def test_run_without_events(laid: StoredRun) -> None:
+    run = collect_run(laid.state)
     assert run.attempts == ()
-    assert run.seen.phase.value == "lost"
+    assert run.snapshot.phase.value == "lost"
     assert _told(run, "failure") == [(1, None, "lost")]
     assert Attempt(1, 1, [], [], {}).last_step() is None

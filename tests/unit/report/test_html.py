@@ -8,22 +8,30 @@ from html import unescape
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.report_lab import Read
+from support.report_lab import ParsedPage
 
-from flagscale.report.frame import page
-from flagscale.report.html import Cell, Html, element, facts, join, table, text
+from flagscale.report.frame import render_page
+from flagscale.report.html import (
+    Cell,
+    Html,
+    definition_list,
+    element,
+    escape_text,
+    join_parts,
+    table,
+)
 
 ODD = st.text() | st.text("<>&\"'/!- =\x00\x1b\u202e\ud800]scriptyle")
 
 
 @given(ODD, ODD)
-def test_whatever_is_written_is_read_back_as_text(inside: str, attribute: str) -> None:
+def test_any_text_round_trips_through_a_parser(inside: str, attribute: str) -> None:
     made = element("p", inside, title=attribute, class_=None)
-    read = Read(made)
+    read = ParsedPage(made)
     assert [tag for tag, _ in read.elements] == ["p"]
     assert read.open == []
-    assert read.text == unescape(text(inside))
-    assert read.elements[0][1] == {"title": unescape(text(attribute))}
+    assert read.text == unescape(escape_text(inside))
+    assert read.elements[0][1] == {"title": unescape(escape_text(attribute))}
     made.encode()
 
 
@@ -41,21 +49,21 @@ def test_whatever_is_written_is_read_back_as_text(inside: str, attribute: str) -
     ],
 )
 def test_text(value: object, written: str) -> None:
-    assert text(value) == written
+    assert escape_text(value) == written
 
 
-def test_pieces() -> None:
-    assert join(["a<", "", Html("<i>")], " ") == "a&lt; <i>"
+def test_rendered_elements() -> None:
+    assert join_parts(["a<", "", Html("<i>")], " ") == "a&lt; <i>"
     assert element("i", hidden=True, x=False, aria_label="a") == '<i hidden aria-label="a"></i>'
-    assert facts({"a": "1", "b": "", "c": None}).count("<dt>") == 1
+    assert definition_list({"a": "1", "b": "", "c": None}).count("<dt>") == 1
     made = table(["x", "y"], [["1", Cell("2", "path")], [Cell("all", columns=2)]], caption="c")
     assert re.findall(r"<td[^>]*>", made) == ["<td>", '<td class="path">', '<td colspan="2">']
     assert 'aria-label="c"' in made
 
 
-def test_a_page_runs_its_own_script_alone_and_loads_nothing() -> None:
-    made = page("t <", element("p", "x"), note="n")
-    read = Read(made)
+def test_page_runs_only_its_own_script_and_loads_nothing() -> None:
+    made = render_page("t <", element("p", "x"), note="n")
+    read = ParsedPage(made)
     assert read.open == []
     policy = read.of("meta", **{"http-equiv": "Content-Security-Policy"})[0]["content"] or ""
     assert policy.startswith("default-src 'none'; ")

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.report_lab import Laid, Read, lay, steps
+from support.report_lab import ParsedPage, StoredRun, steps, store_run
 
 from flagscale.hosts import processes
 from flagscale.launcher.planning.model import RunnerHandle
 from flagscale.launcher.runs import Entry, Outcome
-from flagscale.report.pages import page_of, write
-from flagscale.report.run import look
+from flagscale.report.pages import render_runs, write_page
+from flagscale.report.run import collect_run
 
 ARGUMENTS = (
     *("train_gpt.py", "--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4"),
@@ -32,14 +32,14 @@ def _registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state home"))
 
 
-def _page(*runs: Laid) -> Read:
-    read = Read(page_of([look(run.state) for run in runs]))
+def _page(*runs: StoredRun) -> ParsedPage:
+    read = ParsedPage(render_runs([collect_run(run.state) for run in runs]))
     assert read.open == [], "every element is closed"
     return read
 
 
-def _whole(tmp_path: Path, **changes: Any) -> Laid:
-    laid = lay(tmp_path, hosts=("a", "b"), nproc=4, **changes)
+def _whole(tmp_path: Path, **changes: Any) -> StoredRun:
+    laid = store_run(tmp_path, hosts=("a", "b"), nproc=4, **changes)
     for rank in range(8):
         up = {"event": "started", "device": "cuda:0"}
         laid.report(up, {"event": "joined", "backend": "nccl"}, rank=rank)
@@ -51,7 +51,7 @@ def _whole(tmp_path: Path, **changes: Any) -> Laid:
     return laid
 
 
-def test_a_run_that_ended_well(tmp_path: Path) -> None:
+def test_completed_run(tmp_path: Path) -> None:
     read = _page(_whole(tmp_path))
     for fact in (
         "completed", "gpt, 8 layers, hidden size 64, 4 heads, sequences of 128, bf16",
@@ -71,8 +71,8 @@ def test_a_run_that_ended_well(tmp_path: Path) -> None:
     assert "may have gone on since" not in read.text
 
 
-def test_each_validation_set_has_its_line(tmp_path: Path) -> None:
-    laid = lay(tmp_path)
+def test_each_validation_set_has_a_curve(tmp_path: Path) -> None:
+    laid = store_run(tmp_path)
     laid.report(*steps(9))
     for step, name, loss in ((3, "law", 5.0), (3, "code", 4.0), (6, "law", 4.5), (6, "code", 3.5)):
         laid.report({"event": "evaluation", "step": step, "loss": loss, "data": name})
@@ -82,16 +82,16 @@ def test_each_validation_set_has_its_line(tmp_path: Path) -> None:
     assert "validation code: 4 at step 3, 3.5 at 6" in told
 
 
-def test_a_run_without_metrics_says_so(tmp_path: Path) -> None:
-    laid = lay(tmp_path)
+def test_run_without_metrics_is_stated(tmp_path: Path) -> None:
+    laid = store_run(tmp_path)
     laid.end()
     assert "There are no metrics: no rank has reported a step so far." in _page(laid).text
     other = laid.change(external=True)
     assert "a program of another project may report none" in _page(other).text
 
 
-def test_a_figure_that_no_device_counts_is_explained(tmp_path: Path) -> None:
-    laid = lay(tmp_path)
+def test_metric_that_no_device_reports_is_explained(tmp_path: Path) -> None:
+    laid = store_run(tmp_path)
     laid.report(*steps(3))
     laid.end()
     read = _page(laid)
@@ -99,21 +99,21 @@ def test_a_figure_that_no_device_counts_is_explained(tmp_path: Path) -> None:
     assert "Memory: not counted on this device." in read.text
 
 
-def test_a_living_run_is_of_a_moment(tmp_path: Path) -> None:
+def test_page_of_a_live_run_states_its_time(tmp_path: Path) -> None:
     """Here one whose script is this very process."""
-    laid = lay(tmp_path)
+    laid = store_run(tmp_path)
     laid.report({"event": "started", "device": "cpu"}, {"event": "joined"}, *steps(3))
-    own = processes.identify(os.getpid())
+    own = processes.identify_process(os.getpid())
     assert own is not None
-    host = replace(laid.state.hosts[0], **vars(own), boot_id=processes.boot_id())
+    host = replace(laid.state.hosts[0], **vars(own), boot_id=processes.read_boot_id())
     read = _page(laid.change(hosts=(host,)))
     assert ": tiny may have gone on since." in read.text
     for fact in ("running", "lasted so far", "3 of 100"):
         assert fact in read.text, fact
 
 
-def test_hosts_that_do_not_answer_are_told_of(tmp_path: Path) -> None:
-    laid = lay(tmp_path)
+def test_unreachable_hosts_are_listed(tmp_path: Path) -> None:
+    laid = store_run(tmp_path)
     laid.report(*steps(3))
     # Of a runner that nobody has installed.
     read = _page(laid.change(runner=RunnerHandle("none-such")))
@@ -126,8 +126,8 @@ TRACE = 'Traceback:\n  File "x", line 1\nE: </pre><script>alert(1)</script> api_
 FAILED = {"host": "node", "rank": 0, "exit_code": 1, "traceback": TRACE, "log": "/l/stderr.log"}
 
 
-def test_the_first_failure_has_its_traceback(tmp_path: Path) -> None:
-    laid = lay(tmp_path)
+def test_first_failure_has_a_traceback(tmp_path: Path) -> None:
+    laid = store_run(tmp_path)
     laid.report(*steps(5))
     failure = {**FAILED, "reason": "raised ValueError: https://me:hunter2@host"}
     before = {"attempt": 0, "failure": {**failure, "reason": "raised OSError: first"}}
@@ -148,10 +148,10 @@ HOSTILE = (
 
 
 @pytest.mark.parametrize("odd", HOSTILE, ids=range(len(HOSTILE)))
-def test_nothing_that_a_run_says_is_markup(tmp_path: Path, odd: str) -> None:
+def test_text_of_a_run_is_escaped(tmp_path: Path, odd: str) -> None:
     # A name that is no text reaches no file of a launcher's, only what ranks say.
     name = odd.encode("utf-8", "replace").decode()
-    laid = lay(tmp_path, name, hosts=(name,))
+    laid = store_run(tmp_path, name, hosts=(name,))
     laid.report({"event": "started", "device": odd}, {"event": "joined", "backend": odd})
     values = [
         math.nan,
@@ -179,9 +179,9 @@ def test_nothing_that_a_run_says_is_markup(tmp_path: Path, odd: str) -> None:
     laid.agree(failure=failure)
     laid.end(1, failure=failure)
     laid.keep({name[:100]: {"x": [name]}}, "program", notes=[name])
-    output = write([laid.state, laid.state], tmp_path / "page.html")
+    output = write_page([laid.state, laid.state], tmp_path / "page.html")
     page = output.read_text(encoding="utf-8")
-    plain, read = _page(lay(tmp_path, run_id="plain")), Read(page)
+    plain, read = _page(store_run(tmp_path, run_id="plain")), ParsedPage(page)
     assert read.open == []
     allowed = {tag for tag, _ in plain.elements} | {"figure", "svg", "path", "ul", "li", "i"}
     allowed |= {"small", "b", "output", "h3", "pre", "strong", "figcaption", "code", "script"}
@@ -199,15 +199,15 @@ SECRETS = {
 }
 
 
-def test_no_secret_is_shown(tmp_path: Path) -> None:
+def test_secrets_are_redacted(tmp_path: Path) -> None:
     """Though a launcher has left them out before."""
-    first = lay(tmp_path, "one", run_id="one")
-    second = lay(tmp_path, "two", run_id="two")
+    first = store_run(tmp_path, "one", run_id="one")
+    second = store_run(tmp_path, "two", run_id="two")
     for laid in (first, second):
         laid.keep({"experiment": SECRETS}, "program")
         laid.end()
     second.keep({"experiment": {**SECRETS, "API_TOKEN": "hunter2", "x": 1}}, "program")
-    page = page_of([look(laid.state) for laid in (first, second)])
+    page = render_runs([collect_run(laid.state) for laid in (first, second)])
     assert "hunter2" not in page
     assert "&lt;hidden&gt;" in page
 
@@ -227,8 +227,8 @@ def test_runs_side_by_side(tmp_path: Path) -> None:
     assert {"line c0", "line c1"} <= curves
 
 
-def test_what_a_later_run_has_overwritten_is_not_taken_for_this_ones(tmp_path: Path) -> None:
-    laid = lay(tmp_path)
+def test_files_overwritten_by_a_later_run_are_not_attributed_to_this_run(tmp_path: Path) -> None:
+    laid = store_run(tmp_path)
     laid.keep({"secretly": "other"}, *ARGUMENTS, run_id="a-later-one")
     laid.end()
     read = _page(laid)
@@ -236,18 +236,18 @@ def test_what_a_later_run_has_overwritten_is_not_taken_for_this_ones(tmp_path: P
     assert "secretly" not in read.text
 
 
-def test_a_run_whose_directory_is_gone(tmp_path: Path) -> None:
-    laid = lay(tmp_path)
+def test_run_with_a_deleted_directory(tmp_path: Path) -> None:
+    laid = store_run(tmp_path)
     state = replace(laid.state, exp_dir=tmp_path / "gone", hosts=())
     Entry(state, "/conf/x.yaml", "", Outcome("failed", 5.0, "7/9", [(1, "rank 0: <b> no")])).save()
-    read = _page(Laid(state))
+    read = _page(StoredRun(state))
     for told in ("failed", "attempt 1: rank 0: <b> no", "/conf/x.yaml", "directory is gone"):
         assert told in read.text
 
 
-def test_many_events_and_hosts_stay_a_page(tmp_path: Path) -> None:
+def test_many_events_and_hosts_are_abridged(tmp_path: Path) -> None:
     names = tuple(f"node{number}" for number in range(300))
-    laid = lay(tmp_path, hosts=names)
+    laid = store_run(tmp_path, hosts=names)
     saved = ({"event": "checkpoint", "step": s, "path": "/c", "seconds": s} for s in range(1, 2001))
     laid.report(*steps(2), *saved)
     laid.end()
@@ -257,28 +257,28 @@ def test_many_events_and_hosts_stay_a_page(tmp_path: Path) -> None:
     assert "checkpoint saved in 2000 s" in read.text, "the last ones stay"
 
 
-def test_the_file_is_whole_and_the_users_alone(tmp_path: Path) -> None:
+def test_file_is_written_atomically_and_private(tmp_path: Path) -> None:
     laid = _whole(tmp_path)
     output = tmp_path / "page.html"
     output.write_text("old")
     output.chmod(0o666)
-    assert write([laid.state], output) == output
+    assert write_page([laid.state], output) == output
     assert stat.S_IMODE(output.stat().st_mode) == 0o600
     assert output.read_text().endswith("</body></html>\n")
     with pytest.raises(OSError, match="No such file"):
-        write([laid.state], tmp_path / "none" / "page.html")
+        write_page([laid.state], tmp_path / "none" / "page.html")
     assert [path.name for path in tmp_path.iterdir() if "page" in path.name] == ["page.html"]
 
 
-def test_a_hundred_thousand_steps_are_a_small_page_with_every_extreme(tmp_path: Path) -> None:
-    laid = lay(tmp_path)
+def test_100_000_steps_yield_a_small_page_with_all_extremes(tmp_path: Path) -> None:
+    laid = store_run(tmp_path)
     losses = {54_321: 77.0}
     laid.report(*steps(100_000, loss=lambda step: losses.get(step, 2.0 + step % 7 / 10), mfu=0.4,
                        tokens_per_second=5.0, memory_gib=7.0, learning_rate=0.1))  # fmt: skip
     laid.end()
-    page = page_of([look(laid.state)])
+    page = render_runs([collect_run(laid.state)])
     assert len(page) <= 3_000_000
-    read = Read(page)
+    read = ParsedPage(page)
     assert "highest 77 at 54,321" in (read.of("svg")[0]["aria-label"] or "")
     assert "step 54321: loss spike: 77" in " ".join(str(a.get("title")) for _, a in read.elements)
     assert "Curves are of the 100,000 steps" in read.text

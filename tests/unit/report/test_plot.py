@@ -10,26 +10,26 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.report_lab import Read
+from support.report_lab import ParsedPage
 
-from flagscale.report.plot import Level, Line, Mark, Plot, render
+from flagscale.report.plot import Level, Line, Mark, Plot, render_plot
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 
 
-def _read(plot: Plot) -> tuple[Read, dict[str, Any]]:
-    read = Read(render(plot))
+def _read(plot: Plot) -> tuple[ParsedPage, dict[str, Any]]:
+    read = ParsedPage(render_plot(plot))
     assert read.open == []
     ((kind, data),) = read.scripts
     assert kind == "application/json"
     return read, json.loads(data, parse_constant=pytest.fail)
 
 
-def _paths(read: Read, class_: str) -> list[str]:
+def _paths(read: ParsedPage, class_: str) -> list[str]:
     return [path["d"] or "" for path in read.of("path", class_=class_)]
 
 
-def test_lines_are_drawn_from_corner_to_corner_and_broken_where_there_is_no_number() -> None:
+def test_lines_span_the_plot_and_break_at_missing_values() -> None:
     line = Line("loss", [0, 5, 6, 10], [0.0, 10.0, math.nan, 10.0])
     read, data = _read(Plot("Loss", "nats", [line]))
     # Five hundredths of room above and below; what stands alone is a line of no length.
@@ -44,7 +44,7 @@ def test_lines_are_drawn_from_corner_to_corner_and_broken_where_there_is_no_numb
     assert "loss 10" in read.text, "the legend has the last value"
 
 
-def test_pieces_of_a_curve_are_one_in_the_legend_and_the_table() -> None:
+def test_segments_of_a_curve_share_a_legend_entry_and_a_table_column() -> None:
     pieces = [Line("a", [1, 2], [3.0, 4.0]), Line("a", [3], [5.0])]
     over = Line("a in attempt 1", [3, 4], [7.0, 8.0], faint=True)
     read, data = _read(Plot("P", "u", [*pieces, over]))
@@ -56,7 +56,7 @@ def test_pieces_of_a_curve_are_one_in_the_legend_and_the_table() -> None:
     assert "".join(cells[-6:]) == "132435", "step by step what counts"
 
 
-def test_marks_of_one_place_are_one_and_restarts_cross_the_plot() -> None:
+def test_markers_at_one_position_are_merged_and_restarts_are_vertical_lines() -> None:
     marks = [Mark(step, "checkpoint", f"step {step}") for step in range(1, 1001)]
     marks += [Mark(500, "restart", "again"), Mark(500, "failure", 'why "<b>"', 1)]
     read, _ = _read(Plot("P", "u", [Line("a", range(1, 1001), [1.0] * 1000)], marks=marks))
@@ -81,7 +81,7 @@ def test_sizes_over_times() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), NUMBERS), max_size=90), st.booleans())
-def test_whatever_the_values_are(points: list[tuple[int, float]], dashed: bool) -> None:
+def test_any_values_can_be_plotted(points: list[tuple[int, float]], dashed: bool) -> None:
     points.sort(key=lambda point: point[0])
     line = Line('"><x', [x for x, _ in points], [y for _, y in points], dashed=dashed)
     read, data = _read(Plot("P", "u", [line], points=20))
@@ -94,13 +94,13 @@ def test_whatever_the_values_are(points: list[tuple[int, float]], dashed: bool) 
     assert data["y"][0] < data["y"][1]
 
 
-def test_a_spread_is_a_band_that_fits_in() -> None:
+def test_spread_is_a_band_within_the_axis() -> None:
     line = Line("a", [1, 2], [5.0, 6.0], 3, spread=[(0.0, 7.0), (2.0, 10.0)])
-    drawn = str(render(Plot("t", "u", [line])))
+    drawn = str(render_plot(Plot("t", "u", [line])))
     (band,) = re.findall(r'<path class="band c3" d="([^"]*)"', drawn)
     points = re.findall(r"(\d+) (\d+)", band)
     assert [int(x) for x, _ in points] == [0, 2000, 2000, 0]
     # From the lower ends and back along the upper ones; none is cut off.
     heights = [int(y) for _, y in points]
     assert heights[0] > heights[1] > heights[3] > heights[2] > 0
-    assert "band" not in str(render(Plot("t", "u", [Line("a", [1, 2], [5.0, 6.0])])))
+    assert "band" not in str(render_plot(Plot("t", "u", [Line("a", [1, 2], [5.0, 6.0])])))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.report_lab import Laid, lay, steps
+from support.report_lab import StoredRun, steps, store_run
 
 from flagscale.cli import main
 from flagscale.launcher.runs import Entry
@@ -21,12 +21,12 @@ IDS = ("19710101-000000-aaaaaa", "19710102-000000-bbbbbb")
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Laid]:
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[StoredRun]:
     """Two runs that are registered; tests are in a directory of their own."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state home"))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    found = [lay(tmp_path, f"run {run_id}", run_id=run_id) for run_id in IDS]
+    found = [store_run(tmp_path, f"run {run_id}", run_id=run_id) for run_id in IDS]
     for one in found:
         one.report(*steps(3))
         one.end()
@@ -45,15 +45,15 @@ def report(capsys: pytest.CaptureFixture[str]) -> Report:
     return call
 
 
-def test_a_run_by_the_beginning_of_its_id(runs: list[Laid], report: Report) -> None:
+def test_run_is_selected_by_a_prefix_of_its_id(runs: list[StoredRun], report: Report) -> None:
     code, out, _ = report("19710101")
     page = Path(f"report_{IDS[0]}.html")
     assert (code, out) == (0, f"report of run {IDS[0]}: {page} (0.0 MB)\n")
     assert f"<h1>run {IDS[0]}</h1>" in page.read_text()
 
 
-def test_several_by_id_directory_and_yaml_each_once(
-    runs: list[Laid], report: Report, tmp_path: Path
+def test_several_runs_by_id_directory_and_yaml_are_deduplicated(
+    runs: list[StoredRun], report: Report, tmp_path: Path
 ) -> None:
     experiment: dict[str, Any] = {"exp_name": "x", "exp_dir": "/nowhere", "task": {"type": "train"}}
     train = {"system": {}, "model": {}, "data": {}}
@@ -85,8 +85,8 @@ def test_several_by_id_directory_and_yaml_each_once(
         ([IDS[0], "-o", "."], ".: the report cannot be written: Is a directory"),
     ],
 )
-def test_what_is_wrong_is_said(
-    runs: list[Laid], report: Report, words: list[str], message: str
+def test_invalid_requests_are_rejected(
+    runs: list[StoredRun], report: Report, words: list[str], message: str
 ) -> None:
     code, out, err = report(*words)
     assert (code, out) == (2, "")
@@ -95,8 +95,8 @@ def test_what_is_wrong_is_said(
     assert not list(Path().iterdir()), "nothing is written"
 
 
-def test_it_is_shown_in_the_users_browser(
-    runs: list[Laid], report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_page_opens_in_the_browser(
+    runs: list[StoredRun], report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of which ``BROWSER`` tells, a program that gets the page's address."""
     shows = tmp_path / "shows"
@@ -110,7 +110,7 @@ def test_it_is_shown_in_the_users_browser(
     assert (tmp_path / "shown").read_text().strip() == page.as_uri()
 
 
-def test_a_name_with_an_equals_sign_is_a_run(runs: list[Laid], report: Report) -> None:
+def test_run_id_may_contain_an_equals_sign(runs: list[StoredRun], report: Report) -> None:
     directory = runs[0].state.exp_dir
     renamed = directory.with_name("seed=1")
     directory.rename(renamed)
@@ -123,7 +123,7 @@ def test_a_name_with_an_equals_sign_is_a_run(runs: list[Laid], report: Report) -
     assert (code, "a=b is an override, and none of these is a YAML's run" in told) == (2, True)
 
 
-def test_a_pipe_is_written_to(runs: list[Laid], report: Report) -> None:
+def test_output_may_be_a_pipe(runs: list[StoredRun], report: Report) -> None:
     os.mkfifo("pipe")
     with subprocess.Popen(["cat", "pipe"], stdout=subprocess.PIPE, text=True) as cat:
         code, _, told = report("19710101", "-o", "pipe")

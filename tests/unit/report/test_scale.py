@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flagscale.report.scale import Scale, drawable, number, sample, scale_of, short
+from flagscale.report.scale import (
+    Scale,
+    fit_scale,
+    format_number,
+    format_short,
+    is_drawable,
+    sample_indices,
+)
 
 ANY = st.floats(allow_nan=True, allow_infinity=True)
 
@@ -21,7 +28,7 @@ ANY = st.floats(allow_nan=True, allow_infinity=True)
     ],
 )  # fmt: skip
 def test_numbers(value: float, told: str) -> None:
-    assert number(value) == told
+    assert format_number(value) == told
 
 
 @pytest.mark.parametrize(
@@ -44,12 +51,12 @@ def test_ticks(scale: Scale, most: int, labels: list[str]) -> None:
 
 
 @given(st.lists(ANY, max_size=8), st.sampled_from([None, True, False]), st.sampled_from([0, 0.05]))
-def test_every_value_that_can_be_drawn_has_a_place(
+def test_drawable_values_lie_within_the_axis(
     values: list[float], log: bool | None, room: float
 ) -> None:
-    scale = scale_of(values, log=log, room=room)
+    scale = fit_scale(values, log=log, room=room)
     assert scale.low < scale.high
-    for value in filter(drawable, values):
+    for value in filter(is_drawable, values):
         assert 0 <= scale.place(value) <= 1
         assert value <= scale.high
         assert value >= scale.low or (scale.log and value <= 1e-100)
@@ -59,20 +66,20 @@ def test_every_value_that_can_be_drawn_has_a_place(
     assert all(len(label) < 12 for _, label in ticks)
 
 
-def test_uneven_values_get_a_logarithmic_axis() -> None:
-    assert not scale_of([1.0] * 20 + [9.0]).log
-    assert scale_of([1.0] * 20 + [90.0]).log
-    assert not scale_of([0.0] + [1.0] * 20 + [90.0]).log, "0 has no logarithm"
+def test_widely_spread_values_get_a_logarithmic_axis() -> None:
+    assert not fit_scale([1.0] * 20 + [9.0]).log
+    assert fit_scale([1.0] * 20 + [90.0]).log
+    assert not fit_scale([0.0] + [1.0] * 20 + [90.0]).log, "0 has no logarithm"
 
 
 @given(st.integers(0, 3000), st.integers(2, 40))
-def test_samples_have_both_ends(count: int, most: int) -> None:
-    found = list(sample(count, most))
+def test_samples_include_both_ends(count: int, most: int) -> None:
+    found = list(sample_indices(count, most))
     assert found == sorted(set(found))
     assert len(found) <= most
     assert not count or (found[0], found[-1]) == (0, count - 1)
 
 
 @given(ANY)
-def test_a_label_is_short(value: float) -> None:
-    assert len(short(value)) <= 10
+def test_labels_are_short(value: float) -> None:
+    assert len(format_short(value)) <= 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.report_lab import lay
+from support.report_lab import store_run
 
 from flagscale.report import setting
 
@@ -41,9 +41,9 @@ TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
     ],
 )
 def test_layouts(tmp_path: Path, words: list[str], layout: str, places: list[str]) -> None:
-    laid = lay(tmp_path, hosts=("a", "b"), nproc=4)
+    laid = store_run(tmp_path, hosts=("a", "b"), nproc=4)
     laid.keep({"x": {"y": [1], "z": None}}, "train.py", *MODEL, *words)
-    read = setting.read(laid.state)
+    read = setting.read_settings(laid.state)
     assert (read.layout, [*read.places.values()]) == (layout, places)
     assert read.model == "gpt, 4 layers, hidden size 64, 4 heads, sequences of 128, bf16"
     assert read.options == {"x.y": "[1]", "x.z": "null"}
@@ -54,28 +54,28 @@ def test_layouts(tmp_path: Path, words: list[str], layout: str, places: list[str
     [[], ["--steps", "3"], ["x"], [*MODEL, "--num-layers", "many"], [*MODEL, TP, "0"]],
     ids=["none", "foreign", "no-flag", "wrong", "impossible"],
 )
-def test_of_words_that_are_not_ours_nothing_is_told(tmp_path: Path, words: list[str]) -> None:
-    laid = lay(tmp_path)
+def test_unknown_arguments_are_ignored(tmp_path: Path, words: list[str]) -> None:
+    laid = store_run(tmp_path)
     laid.keep({}, "other.py", *words)
-    read = setting.read(laid.state)
+    read = setting.read_settings(laid.state)
     assert (read.program, read.model, read.layout, read.places) == ("other.py", "", "", {})
 
 
 def test_help_is_not_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    laid = lay(tmp_path)
+    laid = store_run(tmp_path)
     laid.keep({}, "train.py", *MODEL, "--help")
-    assert setting.read(laid.state).layout == "1 rank"
+    assert setting.read_settings(laid.state).layout == "1 rank"
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"run_id": 3, "hosts": 7}'])
-def test_a_damaged_plan_is_none(tmp_path: Path, damage: str) -> None:
-    laid = lay(tmp_path)
+def test_damaged_plan_yields_none(tmp_path: Path, damage: str) -> None:
+    laid = store_run(tmp_path)
     laid.keep({}, "train.py")
     path = laid.state.exp_dir / "logs" / "scripts" / "plan.json"
     path.write_text(damage)
-    assert setting.read(laid.state).absent
+    assert setting.read_settings(laid.state).absent
     path.with_name("config.yaml").write_text("a: [")
     laid.keep({}, "train.py")
     path.with_name("config.yaml").write_text("a: [")
-    assert setting.read(laid.state).text == ""
+    assert setting.read_settings(laid.state).text == ""

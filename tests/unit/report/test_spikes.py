@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flagscale.report.spikes import ENOUGH, GRAD_NORM, LOSS, WINDOW, Rule, Spike, spikes
+from flagscale.report.spikes import (
+    GRAD_NORM,
+    LOSS,
+    MIN_VALUES,
+    WINDOW,
+    Spike,
+    SpikeRule,
+    find_spikes,
+)
 
 CALM = [2.0] * 20
 
@@ -21,23 +29,23 @@ CALM = [2.0] * 20
         pytest.param([*CALM, 3.9, 2.0], LOSS, [], id="not-enough"),
         pytest.param([*CALM, 9.0, 9.0, 2.0, 9.0], LOSS, [20, 23], id="first-of-a-row"),
         pytest.param([0.01] * 20 + [0.4], LOSS, [], id="small-losses-jump-by-factors"),
-        pytest.param([2.0] * (ENOUGH - 1) + [90.0], LOSS, [], id="too-early"),
-        pytest.param([2.0] * ENOUGH + [90.0], LOSS, [ENOUGH], id="just-enough"),
+        pytest.param([2.0] * (MIN_VALUES - 1) + [90.0], LOSS, [], id="too-early"),
+        pytest.param([2.0] * MIN_VALUES + [90.0], LOSS, [MIN_VALUES], id="just-enough"),
         pytest.param([0.1] * 20 + [0.6], GRAD_NORM, [20], id="norms-by-their-factor-alone"),
         pytest.param([math.nan, *CALM, math.inf, math.nan, 2.0], LOSS, [0, 21], id="no-numbers"),
         pytest.param([1e300, *CALM], LOSS, [0], id="as-good-as-infinite"),
         pytest.param([9.0] * 60 + [2.0] * 60 + [5.0], LOSS, [120], id="of-the-last-ones-alone"),
     ],
 )
-def test_spikes(values: list[float], rule: Rule, indices: list[int]) -> None:
-    assert [spike.index for spike in spikes(values, rule)] == indices
+def test_spikes(values: list[float], rule: SpikeRule, indices: list[int]) -> None:
+    assert [spike.index for spike in find_spikes(values, rule)] == indices
 
 
 @given(st.lists(st.floats(0, 50) | st.sampled_from([math.nan, math.inf]), max_size=150))
-def test_it_is_the_rule_as_it_is_stated(values: list[float]) -> None:
-    rule, found, recent, before = Rule(3.0, 0.5), [], [], False
+def test_spikes_match_the_stated_rule(values: list[float]) -> None:
+    rule, found, recent, before = SpikeRule(3.0, 0.5), [], [], False
     for index, value in enumerate(values):
-        usual = median(recent[-WINDOW:]) if len(recent) >= ENOUGH else None
+        usual = median(recent[-WINDOW:]) if len(recent) >= MIN_VALUES else None
         if not math.isfinite(value):
             now, usual = True, None
         else:
@@ -46,4 +54,6 @@ def test_it_is_the_rule_as_it_is_stated(values: list[float]) -> None:
         if now and not before:
             found.append(Spike(index, value, usual))
         before = now
-    assert [(s.index, s.usual) for s in spikes(values, rule)] == [(s.index, s.usual) for s in found]
+    assert [(s.index, s.usual) for s in find_spikes(values, rule)] == [
+        (s.index, s.usual) for s in found
+    ]

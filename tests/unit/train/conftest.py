@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
+    """Process group of this process only."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -6,18 +6,18 @@ import pytest
 
 from flagscale.errors import ConfigError, JobError
 from flagscale.status import StatusWriter, read_events
-from flagscale.train.distributed import Rank
-from flagscale.train.failures import report
+from flagscale.train.distributed import RankIdentity
+from flagscale.train.failures import report_failure
 
 pytestmark = pytest.mark.torch
 
 
-def fail(error: Exception) -> Exception:
-    """The error as it looks after being raised."""
+def raise_and_catch(error: Exception) -> Exception:
+    """Return the error with a traceback, as after being raised."""
     try:
         raise error
-    except type(error) as raised:
-        return raised
+    except type(error) as error_with_traceback:
+        return error_with_traceback
 
 
 @pytest.mark.parametrize(
@@ -27,10 +27,13 @@ def fail(error: Exception) -> Exception:
         (JobError("no", hint="try again"), 1, "error: no\n  hint: try again\n"),
     ],
 )
-def test_a_users_mistake(
+def test_user_error_is_one_message(
     error: Exception, code: int, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert report(fail(error), Rank(0, 0, 2), StatusWriter(tmp_path, 0)) == code
+    assert (
+        report_failure(raise_and_catch(error), RankIdentity(0, 0, 2), StatusWriter(tmp_path, 0))
+        == code
+    )
     assert capsys.readouterr().err == expected
     (event,) = read_events(tmp_path / "rank_0.jsonl")[0]
     assert (event.event, event.get("kind")) == ("failed", type(error).__name__)
@@ -38,26 +41,42 @@ def test_a_users_mistake(
     assert event.get("explained") is True
 
 
-def test_a_defect_shows_its_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report(fail(ZeroDivisionError("x")), Rank(0, 0, 1), StatusWriter(tmp_path, 0)) == 1
+def test_unexpected_error_has_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        report_failure(
+            raise_and_catch(ZeroDivisionError("x")),
+            RankIdentity(0, 0, 1),
+            StatusWriter(tmp_path, 0),
+        )
+        == 1
+    )
     assert "rank 0 failed:\nTraceback" in capsys.readouterr().err
 
 
-def test_a_host_speaks_once_before_the_ranks_are_joined(
+def test_one_message_per_host_before_rendezvous(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert report(fail(ConfigError("no")), Rank(9, 1, 16), StatusWriter(tmp_path, 9)) == 2
+    assert (
+        report_failure(
+            raise_and_catch(ConfigError("no")), RankIdentity(9, 1, 16), StatusWriter(tmp_path, 9)
+        )
+        == 2
+    )
     assert capsys.readouterr().err == ""
     assert len(read_events(tmp_path / "rank_9.jsonl")[0]) == 1
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_after_that_the_first_to_fail_speaks(
+def test_first_failed_rank_reports_in_full(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = StatusWriter(tmp_path, 3)
-    report(fail(RuntimeError("the cause")), Rank(3, 3, 4), status)
-    first = capsys.readouterr().err
-    report(fail(RuntimeError("lost a partner\nmore")), Rank(0, 0, 4), status)
-    assert "rank 3 failed:" in first
+    report_failure(raise_and_catch(RuntimeError("the cause")), RankIdentity(3, 3, 4), status)
+    first_output = capsys.readouterr().err
+    report_failure(
+        raise_and_catch(RuntimeError("lost a partner\nmore")), RankIdentity(0, 0, 4), status
+    )
+    assert "rank 3 failed:" in first_output
     assert capsys.readouterr().err == "rank 0: RuntimeError: lost a partner\n"

@@ -1,4 +1,4 @@
-"""What weights start from."""
+"""Initial values of norm weights and biases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from flagscale.train.models.initialize import initialize
+from flagscale.train.models.initialize import initialize_weights
 
 pytestmark = pytest.mark.torch
 
@@ -24,7 +24,7 @@ def one_layout(one_rank: None) -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_layout")
 @pytest.mark.parametrize(("norms", "value"), [(None, 1.0), (0.25, 0.25)], ids=["ones", "given"])
-def test_norms_start_from_the_value_that_is_given(norms: float | None, value: float) -> None:
+def test_norm_weights_start_from_the_configured_value(norms: float | None, value: float) -> None:
     model: Any = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 4))
     config: Any = SimpleNamespace(
         num_moe_experts=None,
@@ -33,7 +33,7 @@ def test_norms_start_from_the_value_that_is_given(norms: float | None, value: fl
         gated_linear_unit=False,
         layernorm_zero_centered_gamma=False,
     )
-    initialize(model, config, 1, norms=norms)
+    initialize_weights(model, config, 1, norms=norms)
     norm, linear = model
     assert norm.weight.tolist() == [value] * 4
     assert norm.bias.tolist() == linear.bias.tolist() == [0.0] * 4

@@ -1,4 +1,4 @@
-"""The parts of the faster build against plain fp32 arithmetic, forward and backward."""
+"""Modules of the optimized build, compared with plain fp32 arithmetic, forward and backward."""
 
 from __future__ import annotations
 
@@ -16,87 +16,95 @@ from megatron.core.transformer.enums import AttnBackend
 from torch.nn import functional
 
 from flagscale.errors import ConfigError
-from flagscale.train.layers import compiling, fp8, jit
-from flagscale.train.layers.accumulating import add_product, add_rows, add_tensor
-from flagscale.train.layers.experts import ALIGNMENT, _GroupedProduct, places
-from flagscale.train.layers.linear import _Linear
-from flagscale.train.layers.loss import vocabulary_loss
-from flagscale.train.layers.rotary import rotate
+from flagscale.train.layers import fp8, jit, layer_compilation
+from flagscale.train.layers.cross_entropy import vocab_parallel_cross_entropy
+from flagscale.train.layers.grouped_experts import ALIGNMENT, _GroupedProduct, pad_expert_rows
+from flagscale.train.layers.linear import _LinearFunction
+from flagscale.train.layers.rotary import apply_rotary
+from flagscale.train.layers.wgrad_accumulation import add_product, add_rows, add_tensor
 
 pytestmark = pytest.mark.torch
 
 ALONE: Any = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 
-def numbers(*shape: int, seed: int = 0, dtype: Any = torch.float32) -> torch.Tensor:
+def random_numbers(*shape: int, seed: int = 0, dtype: Any = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_linear_layer_adds_its_weight_gradient(dtype: Any) -> None:
-    input_ = numbers(5, 3, 16, dtype=dtype).requires_grad_()
-    weight = numbers(8, 16, seed=1, dtype=dtype).requires_grad_()
-    gradient = numbers(5, 3, 8, seed=2, dtype=dtype)
-    before = numbers(8, 16, seed=3)
-    total = before.clone()
-    _Linear.apply(input_, weight, total, "none", 1, "").backward(gradient)
+def test_linear_layer_accumulates_its_weight_gradient(dtype: Any) -> None:
+    input_ = random_numbers(5, 3, 16, dtype=dtype).requires_grad_()
+    weight = random_numbers(8, 16, seed=1, dtype=dtype).requires_grad_()
+    gradient = random_numbers(5, 3, 8, seed=2, dtype=dtype)
+    initial = random_numbers(8, 16, seed=3)
+    accumulator = initial.clone()
+    _LinearFunction.apply(input_, weight, accumulator, "none", 1, "").backward(gradient)
     plain = functional.linear(input_.detach(), weight.detach())
     rows = gradient.float().reshape(-1, 8)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
-    assert error(_Linear.apply(input_, weight, None, "none", 1, ""), plain) == 0
-    assert error(total - before, rows.t() @ input_.detach().float().reshape(-1, 16)) < tolerance
-    assert error(input_.grad, gradient.float() @ weight.detach().float()) < tolerance
+    assert relative_error(_LinearFunction.apply(input_, weight, None, "none", 1, ""), plain) == 0
+    assert (
+        relative_error(accumulator - initial, rows.t() @ input_.detach().float().reshape(-1, 16))
+        < tolerance
+    )
+    assert relative_error(input_.grad, gradient.float() @ weight.detach().float()) < tolerance
 
 
-def test_without_an_accumulator_the_gradient_is_autograd_s() -> None:
-    input_, weight = numbers(5, 16).requires_grad_(), numbers(8, 16, seed=1).requires_grad_()
-    gradient = numbers(5, 8, seed=2)
-    _Linear.apply(input_, weight, None, "none", 1, "").backward(gradient)
+def test_weight_gradient_without_an_accumulator() -> None:
+    input_, weight = (
+        random_numbers(5, 16).requires_grad_(),
+        random_numbers(8, 16, seed=1).requires_grad_(),
+    )
+    gradient = random_numbers(5, 8, seed=2)
+    _LinearFunction.apply(input_, weight, None, "none", 1, "").backward(gradient)
     torch.testing.assert_close(weight.grad, gradient.t() @ input_.detach())
 
 
-def test_adding_leaves_what_others_saved_valid() -> None:
-    """All accumulators are views of one buffer; the pipeline runs a second forward pass before the
-    first backward one."""
+def test_accumulation_does_not_increment_the_version() -> None:
+    """All accumulators are views of one buffer.
+
+    The pipeline runs a second forward pass before the first backward pass.
+    """
     buffer = torch.zeros(2, 8, 16)
     version = buffer._version
-    add_product(buffer[0], numbers(4, 8), numbers(4, 16))
-    add_tensor(buffer[1], numbers(8, 16).bfloat16())
-    add_rows(buffer[1], torch.tensor([[1, 1], [3, 0]]), numbers(2, 2, 16))
+    add_product(buffer[0], random_numbers(4, 8), random_numbers(4, 16))
+    add_tensor(buffer[1], random_numbers(8, 16).bfloat16())
+    add_rows(buffer[1], torch.tensor([[1, 1], [3, 0]]), random_numbers(2, 2, 16))
     assert buffer._version == version
     assert buffer[0].any()
     assert buffer[1].any()
 
 
-def test_rows_named_twice_are_added_twice() -> None:
+def test_repeated_rows_are_added_repeatedly() -> None:
     total = torch.zeros(4, 3)
     add_rows(total, torch.tensor([2, 0, 2]), torch.ones(3, 3, dtype=torch.bfloat16))
     assert total[:, 0].tolist() == [1, 0, 2, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_loss_is_cross_entropy(dtype: Any) -> None:
-    logits = (4 * numbers(6, 2, 50)).to(dtype).requires_grad_()
+def test_loss_equals_cross_entropy(dtype: Any) -> None:
+    logits = (4 * random_numbers(6, 2, 50)).to(dtype).requires_grad_()
     labels = torch.randint(50, (2, 6), generator=torch.Generator().manual_seed(1))
-    weights = numbers(2, 6, seed=2)
+    weights = random_numbers(2, 6, seed=2)
     plain = logits.detach().float().requires_grad_()
     expected = functional.cross_entropy(plain.permute(1, 2, 0), labels, reduction="none")
     (expected * weights).sum().backward()
-    found = vocabulary_loss(logits, labels, ALONE)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    (found * weights).sum().backward()
+    losses = vocab_parallel_cross_entropy(logits, labels, ALONE)
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
+    (losses * weights).sum().backward()
     assert plain.grad is not None
     rounding = 1e-6 if dtype == torch.float32 else 4e-3
-    assert error(logits.grad, plain.grad) < rounding  # type: ignore[arg-type]
+    assert relative_error(logits.grad, plain.grad) < rounding  # type: ignore[arg-type]
 
 
-def test_huge_logits_are_no_overflow() -> None:
+def test_large_logits_do_not_overflow() -> None:
     logits = torch.tensor([[[3e4, -3e4, 0.0]]], requires_grad=True)
-    loss = vocabulary_loss(logits, torch.tensor([[1]]), ALONE)
+    loss = vocab_parallel_cross_entropy(logits, torch.tensor([[1]]), ALONE)
     assert float(loss.detach()) == pytest.approx(6e4)
     loss.sum().backward()
     assert logits.grad is not None
@@ -104,16 +112,18 @@ def test_huge_logits_are_no_overflow() -> None:
 
 
 @pytest.mark.parametrize("width", [16, 8], ids=["whole", "half of the head"])
-def test_a_table_rotates_as_angles_do(width: int) -> None:
-    tensor = numbers(6, 2, 3, 16)
-    angles = numbers(6, 1, 1, width // 2, seed=1).repeat(1, 1, 1, 2)
+def test_rotary_table_equals_angles(width: int) -> None:
+    tensor = random_numbers(6, 2, 3, 16)
+    angles = random_numbers(6, 1, 1, width // 2, seed=1).repeat(1, 1, 1, 2)
     half = angles[..., : width // 2]
     config: Any = SimpleNamespace(
         apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False
     )
     expected = apply_rotary_pos_emb(tensor, angles, config, cp_group=ALONE)
-    torch.testing.assert_close(rotate(tensor, torch.stack((half.cos(), half.sin()))), expected)
-    torch.testing.assert_close(rotate(tensor, angles, config, cp_group=ALONE), expected)
+    torch.testing.assert_close(
+        apply_rotary(tensor, torch.stack((half.cos(), half.sin()))), expected
+    )
+    torch.testing.assert_close(apply_rotary(tensor, angles, config, cp_group=ALONE), expected)
 
 
 @given(
@@ -121,18 +131,20 @@ def test_a_table_rotates_as_angles_do(width: int) -> None:
     scaling=st.sampled_from(["tensorwise", "rowwise"]),
     dtype=st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]),
 )
-def test_eight_bits_keep_any_magnitude(exponent: int, scaling: Any, dtype: torch.dtype) -> None:
-    tensor = numbers(32, 64, seed=exponent % 7) * 2.0**exponent
+def test_fp8_scales_any_magnitude(exponent: int, scaling: Any, dtype: torch.dtype) -> None:
+    tensor = random_numbers(32, 64, seed=exponent % 7) * 2.0**exponent
     values, scale = fp8.quantize(tensor, dtype, scaling)
     assert values.dtype == dtype
     assert scale.shape == (() if scaling == "tensorwise" else (32, 1))
     assert torch.isfinite(values.float()).all()
-    # Half of the last place: 3 bits of mantissa, or 2.
-    assert error(values.float() * scale, tensor) < (0.04 if dtype == fp8.FORWARD else 0.08)
+    # Half a unit in the last place: 3 bits of mantissa, or 2.
+    assert relative_error(values.float() * scale, tensor) < (
+        0.04 if dtype == fp8.FORWARD_DTYPE else 0.08
+    )
 
 
-def test_nothing_but_zeros_stays_zeros() -> None:
-    values, scale = fp8.quantize(torch.zeros(4, 16), fp8.FORWARD, "rowwise")
+def test_zeros_stay_zeros() -> None:
+    values, scale = fp8.quantize(torch.zeros(4, 16), fp8.FORWARD_DTYPE, "rowwise")
     assert not values.float().any()
     assert torch.isfinite(scale).all()
 
@@ -140,50 +152,48 @@ def test_nothing_but_zeros_stays_zeros() -> None:
 @pytest.mark.parametrize("eight", [True, False], ids=["weight-gradient-8-bits", "16-bits"])
 @pytest.mark.parametrize("gradients", ["hybrid", "e4m3"])
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise", "blockwise"])
-def test_eight_bit_products_are_near_the_exact_ones(
-    scaling: Any, gradients: str, eight: bool
-) -> None:
-    input_ = numbers(32, 2, 64, dtype=torch.bfloat16).requires_grad_()
-    weight = (numbers(48, 64, seed=1) * 0.02).bfloat16().requires_grad_()
-    gradient = (numbers(32, 2, 48, seed=2) * 1e-6).bfloat16()
-    total = torch.zeros(48, 64)
-    cast = fp8.cast_weight(weight.detach(), scaling)
+def test_fp8_products_are_close_to_exact_ones(scaling: Any, gradients: str, eight: bool) -> None:
+    input_ = random_numbers(32, 2, 64, dtype=torch.bfloat16).requires_grad_()
+    weight = (random_numbers(48, 64, seed=1) * 0.02).bfloat16().requires_grad_()
+    gradient = (random_numbers(32, 2, 48, seed=2) * 1e-6).bfloat16()
+    accumulator = torch.zeros(48, 64)
+    quantized_weight = fp8.quantize_weight(weight.detach(), scaling)
     output = fp8.Fp8Linear.apply(
-        input_, weight, total, *cast, gradients, scaling, eight, "none", 1, ""
+        input_, weight, accumulator, *quantized_weight, gradients, scaling, eight, "none", 1, ""
     )
     output.backward(gradient)
     exact = input_.detach().float(), weight.detach().float(), gradient.float()
     rounding = 0.045 if gradients == "e4m3" else 0.07
-    assert error(output.detach(), exact[0] @ exact[1].t()) < 0.045
-    assert error(input_.grad, exact[2] @ exact[1]) < rounding
-    of_weight = exact[2].reshape(-1, 48).t() @ exact[0].reshape(-1, 64)
-    assert error(total, of_weight) < (rounding if eight else 0.01)
+    assert relative_error(output.detach(), exact[0] @ exact[1].t()) < 0.045
+    assert relative_error(input_.grad, exact[2] @ exact[1]) < rounding
+    weight_gradient = exact[2].reshape(-1, 48).t() @ exact[0].reshape(-1, 64)
+    assert relative_error(accumulator, weight_gradient) < (rounding if eight else 0.01)
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 17, 16], [0, 0, 0, 1], [32, 1, 1, 1]], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_grouped_products_are_each_expert_s(counts: list[int], dtype: Any) -> None:
+def test_grouped_products_equal_products_per_expert(counts: list[int], dtype: Any) -> None:
     tokens = sum(counts)
-    rows, ends = places(torch.tensor(counts), tokens)
+    rows, ends = pad_expert_rows(torch.tensor(counts), tokens)
     assert not any(int(end) % ALIGNMENT for end in ends)
     assert len(set(rows.tolist())) == tokens
     input_ = torch.zeros(tokens + 4 * ALIGNMENT, 32, dtype=dtype)
-    input_[rows] = numbers(tokens, 32, dtype=dtype)
+    input_[rows] = random_numbers(tokens, 32, dtype=dtype)
     input_.requires_grad_()
-    weight = numbers(4, 16, 32, seed=1, dtype=dtype).requires_grad_()
-    gradient = numbers(tokens, 16, seed=2, dtype=dtype)
-    total = torch.zeros(4, 16, 32)
-    output = _GroupedProduct.apply(input_, weight, total, ends)[rows]
+    weight = random_numbers(4, 16, 32, seed=1, dtype=dtype).requires_grad_()
+    gradient = random_numbers(tokens, 16, seed=2, dtype=dtype)
+    accumulator = torch.zeros(4, 16, 32)
+    output = _GroupedProduct.apply(input_, weight, accumulator, ends)[rows]
     output.backward(gradient)
-    given = zip(
+    expert_operands = zip(
         input_.detach()[rows].split(counts), gradient.split(counts), weight.detach(), strict=True
     )
-    parts = [(x.float(), g.float(), w.float()) for x, g, w in given]
+    parts = [(x.float(), g.float(), w.float()) for x, g, w in expert_operands]
     rounding = 1e-5 if dtype == torch.float32 else 1e-2
-    assert error(output.detach(), torch.cat([x @ w.t() for x, _, w in parts])) < rounding
+    assert relative_error(output.detach(), torch.cat([x @ w.t() for x, _, w in parts])) < rounding
     assert input_.grad is not None
-    assert error(input_.grad[rows], torch.cat([g @ w for _, g, w in parts])) < rounding
-    assert error(total, torch.stack([g.t() @ x for x, g, _ in parts])) < rounding
+    assert relative_error(input_.grad[rows], torch.cat([g @ w for _, g, w in parts])) < rounding
+    assert relative_error(accumulator, torch.stack([g.t() @ x for x, g, _ in parts])) < rounding
 
 
 @pytest.mark.parametrize(
@@ -198,21 +208,21 @@ def test_grouped_products_are_each_expert_s(counts: list[int], dtype: Any) -> No
         ({"attention_backend": AttnBackend.local}, "attention_backend"),
     ],
 )
-def test_what_cannot_be_compiled_is_said(
+def test_obstacles_to_compilation(
     changes: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "why_not_here", lambda: None)
-    usual = {
+    monkeypatch.setattr(layer_compilation, "host_compile_obstacle", lambda: None)
+    defaults = {
         "recompute_granularity": None, "attention_dropout": 0.0, "sequence_parallel": False,
         "fine_grained_activation_offloading": False, "cpu_offloading": False,
         "attention_backend": AttnBackend.auto, "multi_latent_attention": False,
     }  # fmt: skip
-    found = compiling.why_not(SimpleNamespace(**{**usual, **changes}))  # type: ignore[arg-type]
-    assert found is None if reason is None else reason in str(found)
+    obstacle = layer_compilation.layer_compile_obstacle(SimpleNamespace(**{**defaults, **changes}))  # type: ignore[arg-type]
+    assert obstacle is None if reason is None else reason in str(obstacle)
 
 
 @torch._dynamo.config.patch(disable=False)
-def test_what_breaks_a_graph_runs_as_it_is() -> None:
+def test_graph_break_falls_back_to_eager() -> None:
     runs = []
 
     def layer(tensor: torch.Tensor) -> torch.Tensor:
@@ -221,7 +231,9 @@ def test_what_breaks_a_graph_runs_as_it_is() -> None:
         return tensor + 1
 
     failures: list[Exception] = []
-    first, second = (compiling.or_as_it_is(layer, failures, "eager") for _ in range(2))
+    first, second = (
+        layer_compilation.compile_with_fallback(layer, failures, "eager") for _ in range(2)
+    )
     with pytest.warns(RuntimeWarning, match="layers are not compiled, which costs speed: .*break"):
         assert first(torch.zeros(2)).tolist() == [1, 1]
     assert second(torch.zeros(2)).tolist() == [1, 1]
@@ -230,54 +242,56 @@ def test_what_breaks_a_graph_runs_as_it_is() -> None:
 
 
 @torch._dynamo.config.patch(disable=False)
-def test_a_rank_does_not_leave_the_others_with_their_graphs() -> None:
+def test_graph_break_of_shared_layers_is_an_error() -> None:
     def layer(tensor: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
         return tensor
 
-    call = compiling.or_as_it_is(layer, [], "eager", shared=True)
+    call = layer_compilation.compile_with_fallback(layer, [], "eager", shared=True)
     with pytest.raises(ConfigError, match=r"cannot be compiled on this rank: .*break") as caught:
         call(torch.zeros(2))
     assert "transformer_impl: local" in str(caught.value.hint)
 
 
 @torch._dynamo.config.patch(disable=False, recompile_limit=2)
-def test_what_would_be_compiled_too_often_runs_as_it_is() -> None:
-    call = compiling.or_as_it_is(lambda tensor: tensor + 1, [], "eager")
+def test_recompile_limit_falls_back_to_eager() -> None:
+    call = layer_compilation.compile_with_fallback(lambda tensor: tensor + 1, [], "eager")
     sizes = [call(torch.zeros(size)).numel() for size in (2, 3)]
     with pytest.warns(RuntimeWarning, match="layers are not compiled, which costs speed"):
         sizes += [call(torch.zeros(size)).numel() for size in (4, 5)]
     assert sizes == [2, 3, 4, 5]
 
 
-def test_a_machine_that_cannot_compile_says_why(
+def test_obstacles_to_compilation_on_a_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slim images have neither compiler nor headers; layers run uncompiled there."""
+    """Slim container images have neither a compiler nor Python headers; layers run uncompiled
+    there.
+    """
     monkeypatch.setattr(jit.importlib.util, "find_spec", lambda _: None)
-    assert jit.why_not_here.__wrapped__() == "Triton is not installed"
+    assert jit.host_compile_obstacle.__wrapped__() == "Triton is not installed"
     monkeypatch.setattr(jit.importlib.util, "find_spec", lambda _: object())
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert "no C compiler" in str(jit.why_not_here.__wrapped__())
+    assert "no C compiler" in str(jit.host_compile_obstacle.__wrapped__())
     compiler = tmp_path / "mycc"
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", "mycc")
     monkeypatch.setattr(jit.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    assert f"({tmp_path}/Python.h)" in str(jit.why_not_here.__wrapped__())
+    assert f"({tmp_path}/Python.h)" in str(jit.host_compile_obstacle.__wrapped__())
     (tmp_path / "Python.h").touch()
-    assert jit.why_not_here.__wrapped__() is None
+    assert jit.host_compile_obstacle.__wrapped__() is None
 
 
 @torch._dynamo.config.patch(disable=False)
-def test_a_function_is_compiled_for_as_many_sizes_as_it_says(
+def test_max_shapes_of_a_compiled_function(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a model with latent attention more weights differ in size than torch compiles for."""
-    monkeypatch.setattr(jit, "_COMPILING", {"cpu"})
-    monkeypatch.setattr(jit, "why_not_here", lambda: None)
-    monkeypatch.setattr(jit, "uncompiled", lambda: False)
+    """A model with MLA has more weight shapes than torch compiles for by default."""
+    monkeypatch.setattr(jit, "_COMPILED_DEVICE_TYPES", {"cpu"})
+    monkeypatch.setattr(jit, "host_compile_obstacle", lambda: None)
+    monkeypatch.setattr(jit, "compile_disabled", lambda: False)
     graphs = []
 
     def count(graph: Any, _: Any) -> Any:
@@ -286,7 +300,7 @@ def test_a_function_is_compiled_for_as_many_sizes_as_it_says(
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
 
-    @jit.compiled_if_faster(sizes=12)
+    @jit.compiled_if_faster(max_shapes=12)
     def total(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.sum()
 
@@ -295,8 +309,8 @@ def test_a_function_is_compiled_for_as_many_sizes_as_it_says(
     assert len(graphs) == 12
 
 
-def test_the_compiler_s_lowering_is_where_it_was() -> None:
-    """Private to torch: a torch without it is to be looked at, two kernels are slower there."""
+def test_private_lowering_of_torch_exists() -> None:
+    """The lowering is private API of torch. If it is missing, two kernels are slower."""
     from torch._inductor import ir, lowering
 
     assert callable(lowering.pointwise_cat)

@@ -1,4 +1,4 @@
-"""What is over its bar: tools/train/mesh_agreement.py."""
+"""Tests of tools/train/mesh_agreement.py: tolerances and comparison with homogeneous layouts."""
 
 from __future__ import annotations
 
@@ -33,33 +33,35 @@ def agreement() -> Any:
         ("fp16", float("inf"), float("inf"), ["loss", "grad_norm"]),
     ],
 )
-def test_losses_and_gradient_norms_are_judged(
+def test_losses_and_gradient_norms_are_checked(
     precision: str, loss: float, norm: float, missed: list[str], agreement: Any
 ) -> None:
-    row = agreement.Row("mesh", 4, precision, "one", loss, norm, experts=False, like=False)
-    assert [miss.quantity for miss in agreement.misses([row])] == missed
+    row = agreement.AgreementRow("mesh", 4, precision, "one", loss, norm, experts=False, like=False)
+    assert [miss.quantity for miss in agreement.find_misses([row])] == missed
 
 
-def test_like_ranks_stand_beside_a_miss_and_are_not_judged(agreement: Any) -> None:
+def test_homogeneous_layouts_are_reported_but_not_checked(agreement: Any) -> None:
     def row(name: str, norm: float, *, experts: bool, like: bool) -> Any:
-        return agreement.Row(name, 2, "bf16", "one", 1e-3, norm, experts=experts, like=like)
+        return agreement.AgreementRow(
+            name, 2, "bf16", "one", 1e-3, norm, experts=experts, like=like
+        )
 
     rows = [
         row("tp2", 0.9, experts=False, like=True),
         row("ep2", 0.03, experts=True, like=True),
         row("mesh-ep2", 0.02, experts=True, like=False),
     ]
-    assert list(agreement.misses(rows)) == [
-        agreement.Miss("mesh-ep2", "grad_norm", 0.02, 1e-2, like_ranks=0.03)
+    assert list(agreement.find_misses(rows)) == [
+        agreement.ToleranceMiss("mesh-ep2", "grad_norm", 0.02, 1e-2, like_ranks=0.03)
     ]
-    found = agreement.report(rows[2:], argparse.Namespace(steps=20, lr=1e-3))
-    assert [one["grad_norm"] for one in found["rows"]] == [0.02]
-    assert [one["like_ranks"] for one in found["missed"]] == [None]
+    report = agreement.build_report(rows[2:], argparse.Namespace(steps=20, lr=1e-3))
+    assert [one["grad_norm"] for one in report["rows"]] == [0.02]
+    assert [one["like_ranks"] for one in report["missed"]] == [None]
 
 
-def test_a_step_that_one_alone_skips_is_as_far_as_can_be(agreement: Any) -> None:
-    one = {"loss": [4.0, 9.0], "skipped": [False, True]}
-    other = {"loss": [4.4, 1.0], "skipped": [False, True]}
-    assert agreement.furthest(other, one, "loss") == pytest.approx(0.1)
-    never = {**other, "skipped": [False, False]}
-    assert agreement.furthest(never, one, "loss") == float("inf")
+def test_skipping_different_steps_is_an_infinite_difference(agreement: Any) -> None:
+    reference = {"loss": [4.0, 9.0], "skipped": [False, True]}
+    layout = {"loss": [4.4, 1.0], "skipped": [False, True]}
+    assert agreement.largest_difference(layout, reference, "loss") == pytest.approx(0.1)
+    layout_without_skips = {**layout, "skipped": [False, False]}
+    assert agreement.largest_difference(layout_without_skips, reference, "loss") == float("inf")

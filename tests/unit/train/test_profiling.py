@@ -1,4 +1,4 @@
-"""What a profile's kernels are taken for."""
+"""Classification of kernels, and the vendor profiler's range."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from flagscale.accelerators.cpu import Cpu
 from flagscale.errors import ConfigError
 from flagscale.train.device import Device
-from flagscale.train.profiling import Profiler, kind_of, summary
+from flagscale.train.profiling import Profiler, classify_kernel, summarize_kernels
 
 pytestmark = pytest.mark.torch
 
@@ -31,18 +31,20 @@ pytestmark = pytest.mark.torch
         ("void at::native::reduce_kernel<128, 4>", "other"),
     ],
 )
-def test_kind(kernel: str, kind: str) -> None:
-    assert kind_of(kernel) == kind
+def test_classify_kernel(kernel: str, kind: str) -> None:
+    assert classify_kernel(kernel) == kind
 
 
-def test_a_summary_is_of_one_step() -> None:
-    lines = list(summary({"nvjet_sm90_tst": 6.0, "triton_poi": 2.0, "Memset": 0.0}, steps=2))
+def test_summary_is_per_step() -> None:
+    lines = list(
+        summarize_kernels({"nvjet_sm90_tst": 6.0, "triton_poi": 2.0, "Memset": 0.0}, steps=2)
+    )
     assert lines[0] == "4.0 ms of kernels a step"
     assert lines[1].split() == ["matrix", "products", "3.0", "ms", "75.0", "%"]
     assert lines[-3].split() == ["3.00", "ms", "nvjet_sm90_tst"]
 
 
-def profiler(chip: Cpu) -> Profiler:
+def create_profiler(chip: Cpu) -> Profiler:
     args = Namespace(
         profile=True, profile_ranks=None, profile_step_start=2, profile_step_end=4,
         use_pytorch_profiler=False, profile_dir=None, tensorboard_dir=None,
@@ -50,21 +52,21 @@ def profiler(chip: Cpu) -> Profiler:
     return Profiler(args, 0, Device(chip, torch.device("cpu")), print)
 
 
-def test_a_range_is_marked_for_the_chips_own_profiler() -> None:
-    marked: list[str] = []
+def test_range_is_marked_for_the_vendors_profiler() -> None:
+    marks: list[str] = []
 
     class Marking(Cpu):
         def profiler_range(self) -> tuple[Callable[[], None], Callable[[], None]]:
-            return partial(marked.append, "begin"), partial(marked.append, "end")
+            return partial(marks.append, "begin"), partial(marks.append, "end")
 
-    found = profiler(Marking())
+    profiler = create_profiler(Marking())
     for step in range(1, 6):
-        found.before(step)
-        marked.append(f"step {step}")
-        found.after(step)
-    assert marked == ["step 1", "begin", "step 2", "step 3", "end", "step 4", "step 5"]
+        profiler.before_step(step)
+        marks.append(f"step {step}")
+        profiler.after_step(step)
+    assert marks == ["step 1", "begin", "step 2", "step 3", "end", "step 4", "step 5"]
 
 
-def test_a_chip_whose_profiler_is_told_nothing() -> None:
-    with pytest.raises(ConfigError, match="none is known of the CPU that this rank trains on"):
-        profiler(Cpu()).before(2)
+def test_device_without_a_vendor_profiler() -> None:
+    with pytest.raises(ConfigError, match="which is not supported for the CPU of this rank"):
+        create_profiler(Cpu()).before_step(2)

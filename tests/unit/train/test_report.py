@@ -6,23 +6,23 @@ from typing import Any
 
 import pytest
 
-from flagscale.config.arguments.parser import parse_arguments
+from flagscale.config.arguments.spec.parser import parse_arguments
 from flagscale.errors import ConfigError
 from flagscale.status import StatusWriter, read_events
-from flagscale.train.readings import OVERFLOW, Reading, StepNumbers
-from flagscale.train.report import Reporter, Speed, progress_line, require_packages
+from flagscale.train.deferred_metrics import OVERFLOW, HostMetrics, StepMetrics
+from flagscale.train.report import Throughput, TrainingReporter, format_progress, require_packages
 
 pytestmark = pytest.mark.torch
 
-READING = Reading(
-    StepNumbers(step=20, samples=80, learning_rate=3e-4, zeros=7.0),
+METRICS = StepMetrics(
+    HostMetrics(step=20, samples=80, learning_rate=3e-4, zero_gradients=7.0),
     loss=2.34567891,
     grad_norm=1.5,
     stop=None,
     own_loss_finite=True,
 )
-CPU = Speed(0.25, 4096.0, 0.012, mfu=None, memory_gib=None)
-GPU = Speed(0.25, 40960.0, 496.1, mfu=0.501, memory_gib=65.2)
+CPU_THROUGHPUT = Throughput(0.25, 4096.0, 0.012, mfu=None, memory_gib=None)
+GPU_THROUGHPUT = Throughput(0.25, 40960.0, 496.1, mfu=0.501, memory_gib=65.2)
 
 
 def arguments(**changes: Any) -> Namespace:
@@ -30,16 +30,16 @@ def arguments(**changes: Any) -> Namespace:
 
 
 @pytest.mark.parametrize(
-    ("speed", "more", "expected"),
+    ("throughput", "extra_metrics", "expected"),
     [
         (
-            CPU,
+            CPU_THROUGHPUT,
             {},
             "step  20/100 | loss 2.3457 | grad norm 1.500 | lr 3.00e-04 | 0.250 s/step | "
             "4,096 tok/s | 0:00:20 left",
         ),
         (
-            GPU,
+            GPU_THROUGHPUT,
             {"params_norm": 12.0},
             "step  20/100 | loss 2.3457 | grad norm 1.500 | lr 3.00e-04 | 0.250 s/step | "
             "40,960 tok/s | 496.1 TFLOP/s/GPU | MFU 50.1 % | 65.2 GiB | params norm 12.000 | "
@@ -48,26 +48,31 @@ def arguments(**changes: Any) -> Namespace:
     ],
     ids=["cpu", "gpu"],
 )
-def test_the_line_of_a_step(speed: Speed, more: dict[str, float], expected: str) -> None:
-    assert progress_line(READING, speed, 100, more) == expected
+def test_progress_line_of_a_step(
+    throughput: Throughput, extra_metrics: dict[str, float], expected: str
+) -> None:
+    assert format_progress(METRICS, throughput, 100, extra_metrics) == expected
 
 
-def test_the_line_of_a_skipped_step() -> None:
-    numbers = StepNumbers(step=3, samples=12, learning_rate=0.0, skipped=OVERFLOW)
-    line = progress_line(
-        Reading(numbers, 9.0, 0.0, None, True), CPU, 10, {"loss_scale": 65536, "skipped_steps": 3}
+def test_progress_line_of_a_skipped_step() -> None:
+    host_metrics = HostMetrics(step=3, samples=12, learning_rate=0.0, skipped=OVERFLOW)
+    line = format_progress(
+        StepMetrics(host_metrics, 9.0, 0.0, None, True),
+        CPU_THROUGHPUT,
+        10,
+        {"loss_scale": 65536, "skipped_steps": 3},
     )
     assert "| skipped |" in line
     assert "grad norm" not in line
     assert "loss scale 65,536 | skipped steps 3" in line
 
 
-def test_events_of_the_speaking_rank(tmp_path: Path) -> None:
-    reporter = Reporter(arguments(), StatusWriter(tmp_path, 0), speaks=True)
-    reporter.progress(READING, GPU, {})
-    reporter.evaluation("valid", 20, 3.0)
-    reporter.evaluation("test", 20, 3.0)
-    reporter.checkpoint(20, tmp_path / "iter_0000020", 1.234)
+def test_events_of_the_reporting_rank(tmp_path: Path) -> None:
+    reporter = TrainingReporter(arguments(), StatusWriter(tmp_path, 0), is_reporting_rank=True)
+    reporter.log_progress(METRICS, GPU_THROUGHPUT, {})
+    reporter.log_evaluation("valid", 20, 3.0)
+    reporter.log_evaluation("test", 20, 3.0)
+    reporter.log_checkpoint(20, tmp_path / "iter_0000020", 1.234)
     reporter.warn("careful")
     reporter.close()
     events = read_events(tmp_path / "rank_0.jsonl")[0]
@@ -87,17 +92,22 @@ def test_events_of_the_speaking_rank(tmp_path: Path) -> None:
     }
 
 
-def test_sets_of_validation_have_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    reporter = Reporter(arguments(), StatusWriter(tmp_path, 0), speaks=True)
+def test_validation_sets_have_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = TrainingReporter(arguments(), StatusWriter(tmp_path, 0), is_reporting_rank=True)
     for name, loss in (("code", 0.0), ("chats", 1.0)):
-        reporter.evaluation("valid", 20, loss, name)
-    found = [event.fields for event in read_events(tmp_path / "rank_0.jsonl")[0]]
-    assert [(fields["data"], fields["loss"]) for fields in found] == [("code", 0.0), ("chats", 1.0)]
+        reporter.log_evaluation("valid", 20, loss, name)
+    fields_of_events = [event.fields for event in read_events(tmp_path / "rank_0.jsonl")[0]]
+    assert [(fields["data"], fields["loss"]) for fields in fields_of_events] == [
+        ("code", 0.0),
+        ("chats", 1.0),
+    ]
     assert "step 20 | valid chats loss 1.0000 | perplexity 2.72" in capsys.readouterr().out
 
 
-def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
-    Reporter(arguments(), StatusWriter(tmp_path, 0), speaks=True).progress(READING, CPU, {})
+def test_unknown_metrics_are_omitted(tmp_path: Path) -> None:
+    TrainingReporter(arguments(), StatusWriter(tmp_path, 0), is_reporting_rank=True).log_progress(
+        METRICS, CPU_THROUGHPUT, {}
+    )
     (event,) = read_events(tmp_path / "rank_0.jsonl")[0]
     assert "mfu" not in event.fields
     assert "memory_gib" not in event.fields
@@ -105,20 +115,20 @@ def test_what_is_not_known_is_left_out(tmp_path: Path) -> None:
 
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = arguments(tensorboard_dir=str(tmp_path / "board"))
-    reporter = Reporter(args, StatusWriter(tmp_path, 1), speaks=False)
-    reporter.say("hello")
+    reporter = TrainingReporter(args, StatusWriter(tmp_path, 1), is_reporting_rank=False)
+    reporter.log("hello")
     reporter.warn("careful")
-    reporter.scalars(READING)
-    reporter.progress(READING, CPU, {})
-    reporter.evaluation("valid", 1, 1.0)
-    reporter.checkpoint(1, "path", 1.0)
+    reporter.log_scalars(METRICS)
+    reporter.log_progress(METRICS, CPU_THROUGHPUT, {})
+    reporter.log_evaluation("valid", 1, 1.0)
+    reporter.log_checkpoint(1, "path", 1.0)
     reporter.close()
     assert capsys.readouterr().out == ""
     assert read_events(tmp_path / "rank_1.jsonl")[0] == []
     assert not (tmp_path / "board").exists()
 
 
-def test_wandb_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_logger_packages_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="wandb_project is set, but the Python package wandb"):
         require_packages(arguments(wandb_project="p"))

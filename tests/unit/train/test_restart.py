@@ -1,4 +1,4 @@
-"""A later attempt of a run goes on from what the run itself has saved."""
+"""Later attempts of a run resume from the run's own checkpoints."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ pytestmark = pytest.mark.torch
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
-    ("attempt", "saved", "own"),
+    ("attempt", "has_checkpoint", "loads_own"),
     [
         pytest.param("0", True, False, id="first-attempt"),
         pytest.param("1", False, False, id="nothing-was-saved"),
         pytest.param("1", True, True, id="saved-before"),
     ],
 )
-def test_which_checkpoint_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempt: str, saved: bool, own: bool
+def test_later_attempts_load_their_own_checkpoint(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attempt: str,
+    has_checkpoint: bool,
+    loads_own: bool,
 ) -> None:
-    from flagscale.train.restart import go_on_from_own_checkpoints
+    from flagscale.train.restart import resume_from_own_checkpoint
 
     first = StatusWriter(tmp_path / "status", 0)
-    if saved:
+    if has_checkpoint:
         first.write("checkpoint", step=10, path="x", seconds=1.0)
     monkeypatch.setenv(STATUS_DIR_VARIABLE, str(tmp_path / "status.1"))
     monkeypatch.setenv(ATTEMPT_VARIABLE, attempt)
@@ -35,6 +39,6 @@ def test_which_checkpoint_is_loaded(
         save="/own", load="/base", finetune=True, no_load_optim=True, no_load_rng=True
     )
     args.no_save_optim = False
-    go_on_from_own_checkpoints(args)
-    expected = ("/own", False, False, False) if own else ("/base", True, True, True)
+    resume_from_own_checkpoint(args)
+    expected = ("/own", False, False, False) if loads_own else ("/base", True, True, True)
     assert (args.load, args.finetune, args.no_load_optim, args.no_load_rng) == expected

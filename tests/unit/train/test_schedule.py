@@ -1,4 +1,4 @@
-"""How the learning rate goes, by the schedule that training builds from its arguments."""
+"""Learning rates of the schedule that training builds from its arguments."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from flagscale.config.arguments.parser import parse_arguments
-from flagscale.config.arguments.resolve import resolve
+from flagscale.config.arguments.derive import derive_arguments
+from flagscale.config.arguments.spec.parser import parse_arguments
 
 pytestmark = pytest.mark.torch
 
@@ -21,31 +21,31 @@ DECAYS = {
     "minus_sqrt": [0.1 + 0.9 * (1 - share**0.5) for share in (0.25, 0.5, 0.75)],
     "exponential": [0.1 + 0.9 * (2 * 0.5**share - 1) for share in (0.25, 0.5, 0.75)],
 }
-"""Of WSD's last four steps the learning rates of the second and those behind it."""
+"""Learning rates of the last three of WSD's four decay steps, by style."""
 
 
-def rates(arguments: str, steps: int) -> list[float]:
-    """The learning rate of each step."""
+def compute_learning_rates(arguments: str, steps: int) -> list[float]:
+    """Return the learning rate of each step."""
     import torch
 
     from flagscale.train.optim.setup import build_scheduler
 
-    args = resolve(parse_arguments(f"{RUN} {arguments}".split()), 1)
+    args = derive_arguments(parse_arguments(f"{RUN} {arguments}".split()), 1)
     optimizer: Any = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     scheduler = build_scheduler(args, optimizer)
-    found = []
+    learning_rates = []
     for _ in range(steps):
-        found.append(optimizer.param_groups[0]["lr"])
+        learning_rates.append(optimizer.param_groups[0]["lr"])
         scheduler.step(args.global_batch_size)
-    return found
+    return learning_rates
 
 
 @pytest.mark.parametrize("unit", ["iters", "samples"])
 @pytest.mark.parametrize("style", DECAYS)
 def test_wsd_warms_up_stays_and_decays(style: str, unit: str) -> None:
-    each = 4 if unit == "samples" else 1
-    lengths = f"--train-{unit} {10 * each} --lr-warmup-{unit} {2 * each}"
-    lengths += f" --lr-decay-style WSD --lr-wsd-decay-{unit} {4 * each}"
-    found = rates(f"{lengths} --lr-wsd-decay-style {style}", 12)
-    wanted = [0, 0.5, 1, 1, 1, 1, 1, *DECAYS[style], 0.1, 0.1]
-    assert found == pytest.approx(wanted)
+    samples_per_unit = 4 if unit == "samples" else 1
+    lengths = f"--train-{unit} {10 * samples_per_unit} --lr-warmup-{unit} {2 * samples_per_unit}"
+    lengths += f" --lr-decay-style WSD --lr-wsd-decay-{unit} {4 * samples_per_unit}"
+    learning_rates = compute_learning_rates(f"{lengths} --lr-wsd-decay-style {style}", 12)
+    expected = [0, 0.5, 1, 1, 1, 1, 1, *DECAYS[style], 0.1, 0.1]
+    assert learning_rates == pytest.approx(expected)

@@ -1,5 +1,5 @@
-"""What hosts are told to do, and how their answers read.
+"""Programs that are sent to hosts, and the parsing of their results.
 
-Each module fills one small program that travels to a host and is read by a bash there: it has to be
-quick and needs nothing installed. :mod:`.unpack` alone is for the host's Python.
+Each module fills in the values of one small bash program that is sent to a host and run there. Bash
+starts quickly and needs nothing installed. Only :mod:`.unpack` runs in the host's Python.
 """

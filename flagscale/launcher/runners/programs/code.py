@@ -1,8 +1,8 @@
-"""Copying this project's code and the adapted backend to a host: what differs, and only that.
+"""Synchronization of this project's code and the patched backend with a host.
 
-Hashes decide, not times. Changed files travel as one archive, which the host's own Python unpacks
-beside what is there; code that this machine does not have is removed, so that a stale module is
-never imported. What is no code (environments, data, outputs) is left alone.
+Content hashes decide, not modification times. Changed files are sent as one archive, which the
+host's Python unpacks in place. Code that this machine does not have is removed, so that a stale
+module is never imported. Other files (environments, data, outputs) are not touched.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 from flagscale.errors import FlagscaleError
-from flagscale.hosts.executor import Executor
-from flagscale.hosts.program import ask, program
-from flagscale.hosts.python_world import python_function
+from flagscale.hosts.connection import HostConnection
+from flagscale.hosts.program import build_program, run_program
+from flagscale.hosts.python_environment import python_function
 
 _SECONDS = 300.0
 _MANIFEST = Path(__file__).with_name("manifest.sh")
@@ -24,7 +24,7 @@ _UNPACK = Path(__file__).with_name("unpack.py")
 
 
 class CodeError(FlagscaleError):
-    """The code of a host could not be made the same as this machine's."""
+    """Failure to make a host's code identical to this machine's."""
 
     exit_code = 2
 
@@ -32,8 +32,8 @@ class CodeError(FlagscaleError):
         super().__init__(f"{host}: the code could not be copied: {reason}")
 
 
-def sync(
-    executor: Executor,
+def sync_code(
+    connection: HostConnection,
     source: Path,
     files: Mapping[str, str],
     *,
@@ -41,49 +41,60 @@ def sync(
     python: str,
     setup: str,
 ) -> int:
-    """Make the code in ``project`` of a host the same as ``files`` of ``source`` here, given as
-    relative paths and SHA-256s. Returns how many files were copied or removed.
+    """Make the code in ``project`` on a host identical to ``files`` of ``source`` on this machine.
 
-    Raises :class:`CodeError` when the host's code still differs afterwards.
+    Args:
+        files: SHA-256 digests by relative path.
+
+    Returns:
+        Number of files that were copied or removed.
+
+    Raises:
+        CodeError: If the host's code still differs afterwards.
     """
-    given = {"project": str(project), "python": python, "setup": setup}
-    manifest = program(_MANIFEST, given, python_function())
-    theirs = _manifest(executor, manifest)
-    changed = [path for path, digest in files.items() if theirs.get(path) != digest]
-    gone = [path for path in theirs if path not in files]
-    if not changed and not gone:
+    values = {"project": str(project), "python": python, "setup": setup}
+    manifest = build_program(_MANIFEST, values, python_function())
+    host_files = _read_manifest(connection, manifest)
+    changed = [path for path, digest in files.items() if host_files.get(path) != digest]
+    removed = [path for path in host_files if path not in files]
+    if not changed and not removed:
         return 0
     run = 'eval "$1"; cd / && exec "$2" -c "$3" "$4"'
     unpack = _UNPACK.read_text(encoding="utf-8")
     argv = ["bash", "-c", run, "flagscale", setup, python, unpack, str(project)]
-    done = executor.run(argv, stdin=pack(source, changed, gone), timeout=_SECONDS)
-    if not done.ok:
-        said = done.error_text.strip().splitlines()[-1:] or [f"exit code {done.exit_status}"]
-        raise CodeError(executor.name, said[0])
-    after = _manifest(executor, manifest)
-    if after != dict(files):
-        differing = sorted(p for p in {*after, *files} if after.get(p) != files.get(p))
-        what = f"{len(differing)} files still differ, such as {differing[0]}"
-        raise CodeError(executor.name, what)
-    return len(changed) + len(gone)
+    result = connection.run(argv, stdin=pack_archive(source, changed, removed), timeout=_SECONDS)
+    if not result.ok:
+        lines = result.error_text.strip().splitlines() or [f"exit code {result.exit_status}"]
+        raise CodeError(connection.name, lines[-1])
+    host_files = _read_manifest(connection, manifest)
+    if host_files != dict(files):
+        differing = sorted(
+            path for path in {*host_files, *files} if host_files.get(path) != files.get(path)
+        )
+        reason = f"{len(differing)} files still differ, such as {differing[0]}"
+        raise CodeError(connection.name, reason)
+    return len(changed) + len(removed)
 
 
-def _manifest(executor: Executor, text: str) -> dict[str, str]:
+def _read_manifest(connection: HostConnection, text: str) -> dict[str, str]:
     try:
-        return dict(json.loads(ask(executor, text, _SECONDS).get("manifest")))
+        return dict(json.loads(run_program(connection, text, _SECONDS).get("manifest")))
     except ValueError:
-        what = "its Python does not list the code that is there"
-        raise CodeError(executor.name, what) from None
+        reason = "its Python does not list the code that is there"
+        raise CodeError(connection.name, reason) from None
 
 
-def pack(source: Path, paths: Iterable[str], gone: Iterable[str] = ()) -> bytes:
-    """An archive of files below ``source``, without owners and times: it is the content that
-    counts. Of files that are ``gone`` it has the names, under no name of a file."""
+def pack_archive(source: Path, paths: Iterable[str], removed: Iterable[str] = ()) -> bytes:
+    """Return a gzipped tar archive of files below ``source``, without owners and modification
+    times.
+
+    Its first member, which has an empty name, is a JSON list of the files to remove.
+    """
     buffer = io.BytesIO()
     contents = {str(PurePosixPath(path)): source / path for path in sorted(paths)}
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=3) as archive:
         for path in ("", *contents):
-            data = contents[path].read_bytes() if path else json.dumps(sorted(gone)).encode()
+            data = contents[path].read_bytes() if path else json.dumps(sorted(removed)).encode()
             entry = tarfile.TarInfo(path)
             entry.size = len(data)
             entry.mode = 0o644

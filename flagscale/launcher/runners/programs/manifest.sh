@@ -1,2 +1,2 @@
 # shellcheck shell=bash disable=SC2154
-say manifest "$(python_program manifest "$project")"
+report manifest "$(python_program manifest "$project")"

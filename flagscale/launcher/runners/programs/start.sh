@@ -1,14 +1,14 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# Writes what a host's script needs, the script itself among it, and starts that.
+# Write the script of a host and its files, and start the script.
 old_mask=$(umask)
 umask 077
 if [[ $boot == "$old_boot" ]] && started_at "$old_pid" && [[ $ticks == "$old_ticks" ]]; then
-    printf '%s\n' "the run before is alive there (script pid $old_pid)" >&2
+    printf '%s\n' "the previous run is alive there (script pid $old_pid)" >&2
     exit 75
 fi
 fail() { printf '%s\n' "$1" >&2; exit 73; }
 for directory in "${script%/*}" "${output%/*}" "$run_dir"; do
-    [[ -d $directory ]] || mkdir -p -- "$directory" || fail "cannot make $directory"
+    [[ -d $directory ]] || mkdir -p -- "$directory" || fail "cannot create $directory"
 done
 if [[ -n $old_output && -e $output ]]; then
     [[ -d ${old_output%/*} ]] || mkdir -p -- "${old_output%/*}"
@@ -20,21 +20,20 @@ done
 [[ -x $script ]] || chmod 700 -- "$script" || fail "cannot make $script executable"
 : >>"$output" || fail "cannot write $output"
 umask "$old_mask"
-say boot_id "$boot"
+report boot_id "$boot"
 if [[ -n $tied ]]; then
-    # The script takes the place of this very process, whose parent waits for it.
+    # The script replaces this process, whose parent waits for it.
     started_at "$$"
-    say pid "$$"
-    say start_ticks "$ticks"
-    tell
+    report pid "$$"
+    report start_ticks "$ticks"
+    print_results
     exec bash "$script" </dev/null >>"$output" 2>&1
 fi
-# The script is in no list of jobs of ours, leads its own session and holds none of our files: it
-# lives on when this program has ended.
+# The script runs in its own session with its own standard streams, so it outlives this program.
 setsid bash "$script" </dev/null >>"$output" 2>&1 &
 pid=$!
 started_at "$pid"
 [[ -n $ticks ]] || fail "setsid bash does not start"
-say pid "$pid"
-say start_ticks "$ticks"
-tell
+report pid "$pid"
+report start_ticks "$ticks"
+print_results

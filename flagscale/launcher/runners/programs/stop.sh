@@ -1,101 +1,103 @@
 # shellcheck shell=bash disable=SC2034,SC2154
-# Ends exactly the processes of this host that carry a run's id: TERM to the agent, which ends the job
-# in order; then, or where there is no agent, to every process of the run, a grace period, KILL.
-if [[ -n $wanted_boot && $boot != "$wanted_boot" ]]; then say end yes; tell; exit 0; fi
+# End exactly the processes of this host that have a run's id in their environment: TERM to the agent,
+# which ends the job in order; then, or without an agent, TERM to every process of the run, and KILL
+# after a grace period.
+if [[ -n $expected_boot && $boot != "$expected_boot" ]]; then report end yes; print_results; exit 0; fi
 
-# What was found, and when each of it was started: that tells a process from a later one of its pid.
-found=()
+# Processes of the run, and the start time of each, which distinguishes it from a later process with
+# the same pid.
+members=()
 declare -A started=()
-members() {
-    found=()
+find_members() {
+    members=()
     local pid pids
     carrying "$entry"
     for pid in "${pids[@]}"; do
-        # Asked again now that it is known when the process was started.
+        # Check again after its start time was read: the pid may have been reused in between.
         [[ " $spared " != *" $pid "* ]] || continue
         started_at "$pid"
-        [[ -n $ticks ]] && carries "$pid" "$entry" && found+=("$pid") && started[$pid]=$ticks
+        [[ -n $ticks ]] && carries "$pid" "$entry" && members+=("$pid") && started[$pid]=$ticks
     done
 }
-lives() { # $1: pid of what was found
+is_alive() { # $1: pid of a member
     started_at "$1"
     [[ -n $ticks && $ticks == "${started[$1]}" ]]
 }
-send() { # $1: signal, $2: pid; it gets it at once after the look whether it still is the same
-    lives "$2" && kill "-$1" "$2" 2>/dev/null
+send_signal() { # $1: signal, $2: pid; sent right after checking that it is still the same process
+    is_alive "$2" && kill "-$1" "$2" 2>/dev/null
 }
-exec {never}<> <(:)
-naps=0
-pause() { # without a process of its own, and at first only for a moment
-    read -rt "0.0$((naps < 5 ? ++naps : 5))" -u "$never"
+exec {idle_fd}<> <(:)
+pauses=0
+pause() { # sleeps 10 to 50 ms without starting a process
+    read -rt "0.0$((pauses < 5 ? ++pauses : 5))" -u "$idle_fd"
 }
-# Those that were found are watched without a process of its own; when they are gone, whatever
-# they have started in the meantime is looked for.
-gone_within() { # $1: seconds, $2: what is done to the members found
-    local deadline=$((SECONDS + $1)) pid left
-    while ((${#found[@]})); do
+# Wait for the members without starting a process; once they have ended, search for processes that
+# they have started in the meantime.
+wait_until_ended() { # $1: seconds, $2: function that is applied to the members
+    local deadline=$((SECONDS + $1)) pid alive
+    while ((${#members[@]})); do
         "$2"
         while :; do
-            left=()
-            for pid in "${found[@]}"; do lives "$pid" && left+=("$pid"); done
-            ((${#left[@]} && SECONDS < deadline)) || break
+            alive=()
+            for pid in "${members[@]}"; do is_alive "$pid" && alive+=("$pid"); done
+            ((${#alive[@]} && SECONDS < deadline)) || break
             pause
         done
-        members
+        find_members
         ((SECONDS < deadline)) || break
     done
-    ((${#found[@]} == 0))
+    ((${#members[@]} == 0))
 }
 declare -A terminated=() killed=()
-nothing() { :; }
-terminate() {
-    for pid in "${found[@]}"; do
-        [[ -z ${terminated[$pid]:-} ]] && send TERM "$pid" && terminated[$pid]=1
+do_nothing() { :; }
+terminate_members() {
+    for pid in "${members[@]}"; do
+        [[ -z ${terminated[$pid]:-} ]] && send_signal TERM "$pid" && terminated[$pid]=1
     done
 }
-slay() {
-    for pid in "${found[@]}"; do send KILL "$pid" && killed[$pid]=1; done
+kill_members() {
+    for pid in "${members[@]}"; do send_signal KILL "$pid" && killed[$pid]=1; done
 }
-# The script, as long as it lives, and what it has started: found without a process of its own.
-tree() { # $1: pid, $2: of its parent
+# Add the script, if it is alive, and its descendants to the members, without starting a process.
+add_tree() { # $1: pid, $2: pid of its parent
     local pid children=
     [[ " $spared " != *" $1 "* ]] || return
     started_at "$1"
     [[ -n $ticks && $parent == "$2" ]] || return
-    found+=("$1") started[$1]=$ticks
+    members+=("$1") started[$1]=$ticks
     { read -r children </proc/"$1"/task/"$1"/children; } 2>/dev/null
-    for pid in $children; do tree "$pid" "$1"; done
+    for pid in $children; do add_tree "$pid" "$1"; done
 }
-# torchrun starts a rank: it has a rank, and its parent has none.
+# A rank process has RANK in its environment, and its parent, torchrun, does not.
 ranks=()
-name_ranks() {
-    local pid word above environment LC_ALL=C
+collect_ranks() {
+    local pid entry_text rank_parent environment LC_ALL=C
     declare -A rank=()
-    for pid in "${found[@]}"; do
+    for pid in "${members[@]}"; do
         environment=()
         mapfile -d '' -t environment <"/proc/$pid/environ"
-        for word in "${environment[@]}"; do
-            [[ $word == RANK=[0-9]* ]] && rank[$pid]=${word#RANK=}
+        for entry_text in "${environment[@]}"; do
+            [[ $entry_text == RANK=[0-9]* ]] && rank[$pid]=${entry_text#RANK=}
         done
     done 2>/dev/null
     for pid in "${!rank[@]}"; do
         started_at "$pid"
-        above=$parent
-        [[ -z $above || -n ${rank[$above]:-} ]] || ranks+=("${rank[$pid]}:$pid")
+        rank_parent=$parent
+        [[ -z $rank_parent || -n ${rank[$rank_parent]:-} ]] || ranks+=("${rank[$pid]}:$pid")
     done
 }
 owner=
-said=0
-closed() { # $1: pid; whether it is not this user's to end; sets `owner`
-    # Its environment tells nothing here: that of a process about to end cannot be read either.
+member_count=0
+is_foreign() { # $1: pid; succeeds if another user owns it; sets `owner`
+    # An unreadable environment proves nothing: that of an ending process cannot be read either.
     kill -0 "$1" && return 1
-    local name uid whose=
+    local name uid user=
     while read -r name uid _; do
-        [[ $name == Uid: ]] && whose=$(id -nu "$uid" || echo "user $uid")
+        [[ $name == Uid: ]] && user=$(id -nu "$uid" || echo "user $uid")
     done <"/proc/$1/status"
-    lives "$1" && owner=$whose
+    is_alive "$1" && owner=$user
 } 2>/dev/null
-# By its own record, whoever started it.
+# Find the agent through the file that it writes.
 agent=
 find_agent() {
     local record=''
@@ -108,29 +110,29 @@ find_agent
 started_at "$script_pid"
 [[ -n $ticks && $ticks == "$start_ticks" ]] && started[$script_pid]=$ticks || script_pid=
 for pid in $script_pid $agent; do
-    # Of another user's run no other processes will be found: their environments are closed too.
-    closed "$pid" || continue
-    found=("$pid")
-    said=1
-    say owner "$owner"
+    # The environments of another user's processes are unreadable, so no others would be found.
+    is_foreign "$pid" || continue
+    members=("$pid")
+    member_count=1
+    report owner "$owner"
     break
 done
 if [[ -z $owner ]]; then
-    [[ -z $script_pid ]] || { started_at "$script_pid" && tree "$script_pid" "$parent"; }
-    ((${#found[@]})) || members
-    said=${#found[@]}
+    [[ -z $script_pid ]] || { started_at "$script_pid" && add_tree "$script_pid" "$parent"; }
+    ((${#members[@]})) || find_members
+    member_count=${#members[@]}
 fi
-if ((said)) && [[ -z $owner ]]; then
-    name_ranks
-    # Only a process of this very run is an agent of it.
-    if [[ -n $agent && " ${found[*]} " == *" $agent "* ]]; then
-        send TERM "$agent" && gone_within $((grace + agent_seconds)) nothing
+if ((member_count)) && [[ -z $owner ]]; then
+    collect_ranks
+    # The record may be stale: the agent has to be a process of this run.
+    if [[ -n $agent && " ${members[*]} " == *" $agent "* ]]; then
+        send_signal TERM "$agent" && wait_until_ended $((grace + agent_seconds)) do_nothing
     fi
-    gone_within "$grace" terminate || gone_within "$kill_seconds" slay
+    wait_until_ended "$grace" terminate_members || wait_until_ended "$kill_seconds" kill_members
     [[ ! -e $pid_file ]] || rm -f -- "$pid_file"
 fi
-say found "$said"
-say terminated "${!terminated[*]}"
-say killed "${!killed[*]}"
-say left "${found[*]}"
-say ranks "${ranks[*]}"
+report found "$member_count"
+report terminated "${!terminated[*]}"
+report killed "${!killed[*]}"
+report left "${members[*]}"
+report ranks "${ranks[*]}"

@@ -1,5 +1,8 @@
-"""Puts an archive of code in its place. Runs on a host, with the host's own Python; the archive
-comes on stdin. It is looked through as a whole first: one that was cut off changes nothing."""
+"""Unpack an archive of code into the project's directory, and remove the files that it lists.
+
+Runs on a host, with the host's own Python. The archive is read from stdin as a whole first, so that
+a truncated one changes nothing.
+"""
 
 import io
 import json

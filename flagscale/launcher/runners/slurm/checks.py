@@ -1,8 +1,8 @@
-"""What Slurm would refuse of a job, or let wait for ever: asked before it is submitted.
+"""Checks of a job before it is submitted: reasons to reject it, or to let it wait forever.
 
-``sbatch --test-only`` tells of what is refused at once, and of too many nodes. Too many CPUs, too
-much time, a partition that is down and a job that waits for one that has failed are taken, and wait
-for ever; those are looked up.
+``sbatch --test-only`` reports jobs that are rejected at once, and jobs that request too many nodes.
+Slurm accepts jobs that request too many CPUs or too much time, or whose partition is down or
+dependency has failed; these wait forever, and are checked here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flagscale.hosts.hostfile import Host
 from flagscale.launcher.planning.model import HostPlan, LaunchPlan, RunnerHandle
 from flagscale.launcher.preflight import backend, user_code
 from flagscale.launcher.preflight.checks import EARLIER_RUN, REACHABLE, Check
-from flagscale.launcher.preflight.host_probe import BACKEND, survey
+from flagscale.launcher.preflight.host_probe import BACKEND, query_hosts
 from flagscale.launcher.preflight.hosts import check_hosts
 from flagscale.launcher.runners import endpoints
 from flagscale.launcher.runners.slurm import scheduler, watch
@@ -30,65 +30,87 @@ from flagscale.launcher.runners.slurm.scheduler import Partition
 from flagscale.launcher.state import alive_message, load_state
 
 _SECTION = "experiment.runner.slurm"
-_JOBS = re.compile(r"(?:^|:)(\d+)")
-_NOT_OK = frozenset({"FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"})
-_NEVER = {"afterok": _NOT_OK, "aftercorr": _NOT_OK, "afternotok": frozenset({"COMPLETED"})}
-# What is on files that nodes share, and what is not theirs.
-_SHARED = frozenset({"exp_dir", "load"})
-_OF_NODES = frozenset(
+_JOB_IDS = re.compile(r"(?:^|:)(\d+)")
+_UNSUCCESSFUL = frozenset(
+    {"FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"}
+)
+_UNSATISFIABLE = {
+    "afterok": _UNSUCCESSFUL,
+    "aftercorr": _UNSUCCESSFUL,
+    "afternotok": frozenset({"COMPLETED"}),
+}
+# Checks that concern the shared file system, and checks that only nodes can make.
+_SHARED_FILE_CHECKS = frozenset({"exp_dir", "load"})
+_NODE_CHECKS = frozenset(
     {"devices", backend.CHECK, "master port", "liveness port", EARLIER_RUN, REACHABLE}
 )
-# And what is an image's, where nodes run in one.
-_OF_IMAGES = frozenset({"python", "packages", "code", *(part.check for part in user_code.ALL)})
-_BY_GROUPS = "proctrack/pgid: what leaves its group outlives scancel; nodes end it a moment later"
-# What people need of sbatch's answer to --test-only.
-_WHEN = re.compile(r"to start at (\S+)")
+# Checks that only hold in the container's image.
+_IMAGE_CHECKS = frozenset(
+    {"python", "packages", "code", *(part.check for part in user_code.USER_CODE)}
+)
+_PROCESS_GROUP_WARNING = (
+    "proctrack/pgid: processes that leave their process group survive scancel; nodes end them a "
+    "moment later"
+)
+# The expected start time in the output of sbatch --test-only.
+_START_TIME = re.compile(r"to start at (\S+)")
 
 
 def check_job(experiment: Experiment, plan: LaunchPlan, *, fresh: bool = False) -> list[Check]:
-    """Everything that this machine and Slurm tell of a job that is not submitted yet. ``fresh``:
-    its Python is asked, whatever it has said before."""
+    """Check a job with the information of this machine and of Slurm, before it is submitted.
+
+    With ``fresh``, the Python environment is probed again even if a cached result exists.
+    """
     slurm = experiment.runner.slurm
-    checks = list(_earlier(plan))
-    checks += _here(experiment, plan, fresh=fresh)
+    checks = list(_check_earlier_run(plan))
+    checks += _check_shared_files(experiment, plan, fresh=fresh)
     if slurm.container is not None:
-        checks.append(_container(slurm.container))
+        checks.append(_check_container(slurm.container))
     try:
-        partitions = scheduler.partitions()
+        partitions = scheduler.query_partitions()
         checks.append(Check(REACHABLE, True, f"{len(partitions)} partition(s)", hosts="slurm"))
-        if scheduler.finds_by_groups():
-            checks.append(Check("proctrack", True, _BY_GROUPS, warning=True, hosts="slurm"))
+        if scheduler.tracks_process_groups():
+            checks.append(
+                Check("proctrack", True, _PROCESS_GROUP_WARNING, warning=True, hosts="slurm")
+            )
         for hosts in components(plan, slurm):
-            checks += _partition(experiment.runner, hosts, partitions)
-        checks += _dependencies(slurm)
-        checks.append(_tested(plan))
+            checks += _check_partition(experiment.runner, hosts, partitions)
+        checks += _check_dependencies(slurm)
+        checks.append(_test_submission(plan))
     except UnreachableError as error:
         checks.append(Check(REACHABLE, False, error.message, error.hint or "", hosts="slurm"))
     return checks
 
 
-def _earlier(plan: LaunchPlan) -> Iterator[Check]:
+def _check_earlier_run(plan: LaunchPlan) -> Iterator[Check]:
     previous = load_state(plan.layout.state)
     if previous is None or previous.runner.type != TYPE:
         return
-    standing = watch.of_run(previous.run_id).standing(previous)
+    standing = watch.monitor_of_run(previous.run_id).status(previous)
     if standing.over:
         yield Check(EARLIER_RUN, True, "none alive")
     elif not standing.trouble:
-        found, hint = alive_message(previous)
-        yield Check(EARLIER_RUN, False, found, hint)
+        message, hint = alive_message(previous)
+        yield Check(EARLIER_RUN, False, message, hint)
 
 
-def _here(experiment: Experiment, plan: LaunchPlan, *, fresh: bool) -> Iterator[Check]:
-    """What this machine tells of what nodes share with it: the project, directories, checkpoints.
-    It may lack what they have, so what else it finds is a warning."""
+def _check_shared_files(
+    experiment: Experiment, plan: LaunchPlan, *, fresh: bool
+) -> Iterator[Check]:
+    """Yield the checks that this machine can make of files that nodes share with it.
+
+    These are the project, directories and checkpoints. Other failures are warnings, because nodes
+    may have software that this machine lacks.
+    """
     first, contained = plan.hosts[0], experiment.runner.slurm.container is not None
     host = Host(first.name, device_type=first.device_type)
-    with endpoints.reach(RunnerHandle("local"), [host.name]) as reached:
-        found = survey(experiment, (host,), reached, here=True, thorough=True, fresh=fresh)
-    for check in check_hosts(experiment, plan, found):
-        shared = check.name in _SHARED or BACKEND in check.found
-        if check.name in _OF_NODES or (contained and check.name in _OF_IMAGES):
+    with endpoints.open_hosts(RunnerHandle("local"), [host.name]) as hosts:
+        probe_results = query_hosts(
+            experiment, (host,), hosts, here=True, thorough=True, fresh=fresh
+        )
+    for check in check_hosts(experiment, plan, probe_results):
+        shared = check.name in _SHARED_FILE_CHECKS or BACKEND in check.found
+        if check.name in _NODE_CHECKS or (contained and check.name in _IMAGE_CHECKS):
             continue
         if check.ok or shared:
             yield check
@@ -97,109 +119,128 @@ def _here(experiment: Experiment, plan: LaunchPlan, *, fresh: bool) -> Iterator[
             yield Check(check.name, True, text, warning=True)
 
 
-def _container(container: Container) -> Check:
-    """The image, where it is a file, and whether this machine knows what makes containers: nodes
-    may know more."""
+def _check_container(container: Container) -> Check:
+    """Check the image, if it is a file, and the container runtime.
+
+    A missing runtime is a warning, because nodes may have it.
+    """
     if container.image.startswith("/") and not Path(container.image).exists():
         hint = f"set {KEY}.image to a file that nodes see, too"
         return Check("container", False, f"there is no {container.image}", hint)
     if container.runtime == "pyxis":
-        missing = not scheduler.knows_option("--container-image")
-        what = "srun has no --container-image, which Pyxis brings"
+        missing = not scheduler.srun_has_option("--container-image")
+        reason = "srun has no --container-image, which Pyxis provides"
     else:
         missing = shutil.which(container.runtime) is None
-        what = f"there is no command {container.runtime}"
-    found = f"on this machine {what}" if missing else f"{container.image}, by {container.runtime}"
-    return Check("container", True, found, warning=missing)
+        reason = f"there is no command {container.runtime}"
+    if missing:
+        return Check("container", True, f"on this machine {reason}", warning=True)
+    return Check("container", True, f"{container.image}, by {container.runtime}")
 
 
-def _partition(
-    runner: Runner, hosts: Sequence[HostPlan], found: Mapping[str, Partition]
+def _check_partition(
+    runner: Runner, hosts: Sequence[HostPlan], partitions: Mapping[str, Partition]
 ) -> Iterator[Check]:
+    """Check that one of the requested partitions can run a component of the job."""
     slurm = runner.slurm
-    own = slurm.by_type.get(hosts[0].device_type or "", SlurmType())
-    wanted = own.partition or slurm.partition or os.environ.get("SBATCH_PARTITION", "")
-    default = [one.name for one in found.values() if one.default]
-    names = wanted.split(",") if wanted else default
-    there = [found[name] for name in names if name in found]
-    if not there:
-        known = ", ".join(found) or "none"
-        text = f"there is no partition {wanted}" if wanted else "Slurm has no default partition"
-        yield Check("partition", False, f"{text}; it has {known}", f"set {_SECTION}.partition")
+    slurm_type = slurm.by_type.get(hosts[0].device_type or "", SlurmType())
+    requested = slurm_type.partition or slurm.partition or os.environ.get("SBATCH_PARTITION", "")
+    default = [partition.name for partition in partitions.values() if partition.default]
+    names = requested.split(",") if requested else default
+    candidates = [partitions[name] for name in names if name in partitions]
+    if not candidates:
+        existing = ", ".join(partitions) or "none"
+        text = "Slurm has no default partition"
+        if requested:
+            text = f"there is no partition {requested}"
+        yield Check("partition", False, f"{text}; it has {existing}", f"set {_SECTION}.partition")
         return
-    reasons = {one.name: _unfit(runner, len(hosts), one) for one in there}
-    fit = [name for name, reason in reasons.items() if not reason]
-    if fit:
-        limits = ", ".join(f"{name} (up to {found[name].limit})" for name in fit)
+    reasons = {
+        partition.name: _find_partition_problem(runner, len(hosts), partition)
+        for partition in candidates
+    }
+    usable = [name for name, reason in reasons.items() if not reason]
+    if usable:
+        limits = ", ".join(f"{name} (up to {partitions[name].limit})" for name in usable)
         yield Check("partition", True, limits)
         return
     text = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
-    yield Check("partition", False, f"the job would wait for ever: {text}", f"change {_SECTION}")
+    yield Check("partition", False, f"the job would wait forever: {text}", f"change {_SECTION}")
 
 
-def _unfit(runner: Runner, nodes: int, one: Partition) -> str:
-    """Why a job would never start in a partition, or end at once; empty where it may run."""
+def _find_partition_problem(runner: Runner, nodes: int, partition: Partition) -> str:
+    """Return why a job would never start in a partition, or end at once; empty if it may run."""
     slurm = runner.slurm
-    if one.up != "up":
-        return f"is {one.up}"
-    if nodes > one.nodes:
-        return f"has {one.nodes} node(s), {nodes} are asked for"
-    if slurm.cpus_per_task and slurm.cpus_per_task > one.cpus:
-        return f"has nodes of {one.cpus} CPUs at most, {slurm.cpus_per_task} are asked for"
-    return _too_long(slurm.time or os.environ.get("SBATCH_TIMELIMIT"), one, runner)
+    if partition.availability != "up":
+        return f"is {partition.availability}"
+    if nodes > partition.nodes:
+        return f"has {partition.nodes} node(s), {nodes} are requested"
+    if slurm.cpus_per_task and slurm.cpus_per_task > partition.cpus:
+        return f"has nodes of {partition.cpus} CPUs at most, {slurm.cpus_per_task} are requested"
+    return _find_time_problem(slurm.time or os.environ.get("SBATCH_TIMELIMIT"), partition, runner)
 
 
-def _too_long(asked: str | None, one: Partition, runner: Runner) -> str:
-    """Why a partition has no time for a job."""
+def _find_time_problem(requested: str | None, partition: Partition, runner: Runner) -> str:
+    """Return why a partition's time limits do not fit a job; empty if they do."""
     try:
-        limit, wanted = seconds(one.limit), seconds(asked) if asked else None
-        usual = None if one.usual == "n/a" else seconds(one.usual)
+        limit = seconds(partition.limit)
+        requested_seconds = seconds(requested) if requested else None
+        default_limit = (
+            None if partition.default_limit == "n/a" else seconds(partition.default_limit)
+        )
     except ValueError:
         return ""
-    if asked:
-        long = limit is not None and (wanted is None or wanted > limit)
-        return f"gives {one.limit} at most, {asked} is asked for" if long else ""
-    if usual is None or usual > (saving := signal_seconds(runner)):
+    if requested:
+        if limit is not None and (requested_seconds is None or requested_seconds > limit):
+            return f"allows {partition.limit} at most, {requested} is requested"
         return ""
-    text = f"gives {one.usual} where no time is asked for, no longer than the {saving} s in which"
-    return f"{text} a job may save and end (experiment.runner.stop_grace and more)"
+    saving_seconds = signal_seconds(runner)
+    if default_limit is None or default_limit > saving_seconds:
+        return ""
+    return (
+        f"allows {partition.default_limit} if no time is requested, no longer than the "
+        f"{saving_seconds} s that a job has to save and end (experiment.runner.stop_grace and more)"
+    )
 
 
-def _dependencies(slurm: Slurm) -> Iterator[Check]:
-    """Jobs that this one waits for in vain. Slurm knows those of the last minutes."""
-    given = slurm.dependency or ""
-    kinds = [part.partition(":")[::2] for part in re.split("[,?]", given)]
-    wanted = [(kind, _JOBS.findall(jobs)) for kind, jobs in kinds if kind in _NEVER]
-    asked = [job for _, jobs in wanted for job in jobs]
-    states = scheduler.states(asked) if asked else {}
-    vain = [
+def _check_dependencies(slurm: Slurm) -> Iterator[Check]:
+    """Check for dependencies that can never be satisfied. Slurm lists jobs of the last minutes
+    only.
+    """
+    dependency = slurm.dependency or ""
+    clauses = [clause.partition(":")[::2] for clause in re.split("[,?]", dependency)]
+    checkable = [(kind, _JOB_IDS.findall(jobs)) for kind, jobs in clauses if kind in _UNSATISFIABLE]
+    job_ids = [job for _, jobs in checkable for job in jobs]
+    states = scheduler.query_states(job_ids) if job_ids else {}
+    errors = [
         [
-            f"{kind}:{job} cannot come true any more: job {job} is {states[job]}"
+            f"{kind}:{job} can never be satisfied: job {job} is {states[job]}"
             for job in jobs
-            if states.get(job) in _NEVER[kind]
+            if states.get(job) in _UNSATISFIABLE[kind]
         ]
-        for kind, jobs in wanted
+        for kind, jobs in checkable
     ]
-    # Of those between question marks one is enough.
-    if "?" not in given or (all(vain) and len(vain) == len(kinds)):
-        for text in (text for part in vain for text in part):
+    # Clauses that are separated by question marks are alternatives.
+    if "?" not in dependency or (all(errors) and len(errors) == len(clauses)):
+        for text in (text for clause_errors in errors for text in clause_errors):
             yield Check("dependency", False, text, f"change {_SECTION}.dependency")
     if states:
-        told = ", ".join(f"job {job} is {state}" for job, state in states.items())
-        yield Check("dependency", True, told)
+        summary = ", ".join(f"job {job} is {state}" for job, state in states.items())
+        yield Check("dependency", True, summary)
 
 
-def _tested(plan: LaunchPlan) -> Check:
+def _test_submission(plan: LaunchPlan) -> Check:
     if plan.job is None:
         return Check("job", False, "this plan has no job")
-    # Its script is written when it is submitted; what is asked needs one that exists.
-    taken, text = scheduler.test_only((*plan.job.command[:-1], "--wrap=true"))
-    if not taken:
-        unknown = "change the hostfile to names that `sinfo -N` lists"
-        hint = unknown if "Invalid node name" in text else f"change {_SECTION}"
-        return Check("job", False, f"Slurm refuses it: {text}", hint)
-    when = _WHEN.search(text)
-    if when is not None and scheduler.endless(when[1]):
-        found = "Slurm cannot tell when it may start: jobs without a time limit are before it"
-        return Check("job", True, found, warning=True)
-    return Check("job", True, f"may start at {when[1]}" if when else text)
+    # The job's script does not exist yet, so a trivial command replaces it.
+    accepted, text = scheduler.test_submission((*plan.job.command[:-1], "--wrap=true"))
+    if not accepted:
+        hint = f"change {_SECTION}"
+        if "Invalid node name" in text:
+            hint = "change the hostfile to names that `sinfo -N` lists"
+        return Check("job", False, f"Slurm rejects it: {text}", hint)
+    start = _START_TIME.search(text)
+    if start is not None and scheduler.is_unpredictable(start[1]):
+        warning = "Slurm cannot predict when it may start: jobs without a time limit are before it"
+        return Check("job", True, warning, warning=True)
+    return Check("job", True, f"may start at {start[1]}" if start else text)

@@ -1,8 +1,8 @@
-"""The container that the script of each node runs in: words for srun, or before the script. Pure.
+"""Container of each node's script: options of srun, or a command in front of the script.
 
-Pyxis is told by options of srun's; Apptainer and Singularity are commands that become the script.
-None of them makes a PID namespace by itself: the batch script, which is outside, ends the run by
-the pid of the script inside.
+Pyxis takes options of srun; Apptainer and Singularity are commands that exec the script. None of
+them creates a PID namespace by default, so the batch script, which is outside, can end the run by
+the pid of the script inside. Pure functions.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ KEY = "experiment.runner.slurm.container"
 PYTHON = "python3"
 
 
-def with_its_python(experiment: Experiment) -> Experiment:
-    """The experiment with the image's Python in the place of the launcher's."""
+def use_image_python(experiment: Experiment) -> Experiment:
+    """Return the experiment with the image's Python instead of the launcher's."""
     runner = experiment.runner
     if runner.slurm.container is None or runner.python or runner.conda:
         return experiment
     return replace(experiment, runner=replace(runner, python=PYTHON))
 
 
-def with_its_directory(plan: LaunchPlan, container: Container | None) -> LaunchPlan:
-    """The plan of ranks that work in the container's directory."""
+def use_container_workdir(plan: LaunchPlan, container: Container | None) -> LaunchPlan:
+    """Return the plan with the container's working directory for the ranks."""
     if container is None or container.workdir is None:
         return plan
     workdir = Path(container.workdir)
     return replace(plan, hosts=tuple(replace(host, workdir=workdir) for host in plan.hosts))
 
 
-def srun_words(plan: LaunchPlan, runner: Runner) -> Iterator[str]:
-    """Options of srun's."""
+def srun_options(plan: LaunchPlan, runner: Runner) -> Iterator[str]:
+    """Yield the container options of srun."""
     container = runner.slurm.container
     if container is None or container.runtime != "pyxis":
         return
@@ -46,8 +46,8 @@ def srun_words(plan: LaunchPlan, runner: Runner) -> Iterator[str]:
     yield from container.options
 
 
-def inside_words(plan: LaunchPlan, runner: Runner) -> Iterator[str]:
-    """What stands before the program that srun starts on each node."""
+def exec_command(plan: LaunchPlan, runner: Runner) -> Iterator[str]:
+    """Yield the command that runs the program of each node in its container."""
     container = runner.slurm.container
     if container is None or container.runtime == "pyxis":
         return
@@ -58,13 +58,20 @@ def inside_words(plan: LaunchPlan, runner: Runner) -> Iterator[str]:
 
 
 def _mounts(plan: LaunchPlan, runner: Runner, container: Container) -> Iterator[str]:
-    """What of a node is in the container: the run's own, and what the user says. Raises
-    :class:`ConfigError` for a path that no runtime could be told."""
-    own = [plan.exp_dir, plan.log_dir, None if runner.build_dir else PROJECT]
-    own += [None if container.workdir else plan.hosts[0].workdir]
-    for path in dict.fromkeys(str(path) for path in own if path is not None):
+    """Yield the mounts of the container: the run's own directories, then the user's.
+
+    Raises:
+        ConfigError: If a path contains a character that no runtime accepts.
+    """
+    run_paths = [
+        plan.exp_dir,
+        plan.log_dir,
+        None if runner.build_dir else PROJECT,
+        None if container.workdir else plan.hosts[0].workdir,
+    ]
+    for path in dict.fromkeys(str(path) for path in run_paths if path is not None):
         if ":" in path or "," in path:
-            text = f"{path} cannot be in a container: its path holds a colon or a comma"
+            text = f"{path} cannot be mounted in a container: its path contains a colon or a comma"
             raise ConfigError(Problem(KEY, text))
         yield f"{path}:{path}"
     for mount in container.mounts:

@@ -1,8 +1,9 @@
-"""What a run and its job keep in ``<exp_dir>/logs/slurm/<run id>``, which both see.
+"""Files that a run and its job exchange in ``<exp_dir>/logs/slurm/<run id>``.
 
-The launcher writes ``hosts`` (their names in the order of the plan, where a hostfile gives it),
-``secrets.<node rank>`` and, to have the job end, ``stop``. The job's batch script writes ``nodes``
-once it has some, ``ended`` when it ends, and ``output``. Both are lines ``name=value``.
+The launcher writes ``hosts`` (host names in the order of the plan, if a hostfile defines it),
+``secrets.<node rank>`` and, to end the job, ``stop``. The job's batch script writes ``nodes`` once
+it has been allocated nodes, ``ended`` when it ends, and ``output``. ``nodes`` and ``ended`` consist
+of lines ``name=value``.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from flagscale.launcher.planning.model import LaunchPlan
 
 NODES = "nodes"
 CANCELLED, TIME, STOP = "cancelled", "time", "stop"
-"""Why a batch script ended: told by Slurm, out of time, stopped."""
+"""Reasons why a batch script ended: signalled by Slurm, time limit, stopped."""
 
 
-def of_run(exp_dir: Path, run_id: str) -> Path:
-    """The directory of a run's job."""
+def job_directory(exp_dir: Path, run_id: str) -> Path:
+    """Return the directory of a run's job."""
     return Layout(exp_dir).logs / "slurm" / run_id
 
 
 @dataclass(frozen=True)
-class Started:
-    """That a job has begun: its id, how often it had before, and the nodes by node rank."""
+class JobStart:
+    """Record that a job has started: its id, the number of earlier starts, and the nodes by node
+    rank.
+    """
 
     job: str
     start: int
@@ -36,34 +39,39 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """That a batch script has ended: of which start of the job, with which code, and why (empty
-    where its ranks ended by themselves)."""
+class JobEnd:
+    """Record that a batch script has ended.
+
+    Attributes:
+        start: Number of starts of the job before this one.
+        code: Exit code.
+        why: Reason; empty if the ranks ended by themselves.
+    """
 
     start: int
     code: int
     why: str
 
 
-def started(directory: Path) -> Started | None:
-    """What ``nodes`` says; None while there is none."""
-    said = _said(directory / NODES)
+def read_start(directory: Path) -> JobStart | None:
+    """Return the contents of ``nodes``; None if it does not exist."""
+    fields = _read_fields(directory / NODES)
     try:
-        return Started(said["job"], int(said["start"]), tuple(expand_list(said["nodes"])))
+        return JobStart(fields["job"], int(fields["start"]), tuple(expand_list(fields["nodes"])))
     except (KeyError, ValueError):
         return None
 
 
-def ended(directory: Path) -> Ended | None:
-    """What ``ended`` says; None while there is none."""
-    said = _said(directory / "ended")
+def read_end(directory: Path) -> JobEnd | None:
+    """Return the contents of ``ended``; None if it does not exist."""
+    fields = _read_fields(directory / "ended")
     try:
-        return Ended(int(said["start"]), int(said["code"]), said["why"])
+        return JobEnd(int(fields["start"]), int(fields["code"]), fields["why"])
     except (KeyError, ValueError):
         return None
 
 
-def _said(path: Path) -> dict[str, str]:
+def _read_fields(path: Path) -> dict[str, str]:
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -71,8 +79,11 @@ def _said(path: Path) -> dict[str, str]:
     return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
-def write(plan: LaunchPlan, directory: Path, *, named: bool) -> None:
-    """What a job needs beside its script. ``named``: the plan's hosts have their own names."""
+def write_job_files(plan: LaunchPlan, directory: Path, *, named: bool) -> None:
+    """Write the files of a job next to its script.
+
+    ``named`` is True if the plan's hosts have their real names.
+    """
     make_private_directory(directory)
     if named:
         write_atomic(directory / "hosts", "".join(f"{host.name}\n" for host in plan.hosts))
@@ -82,7 +93,7 @@ def write(plan: LaunchPlan, directory: Path, *, named: bool) -> None:
             write_atomic(directory / f"secrets.{host.node_rank}", "".join(lines))
 
 
-def forget_secrets(directory: Path) -> None:
+def remove_secrets(directory: Path) -> None:
     """Remove the secrets of a job that will not start again."""
     for path in directory.glob("secrets.*"):
         path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""From an experiment to the job that Slurm is given: options of sbatch and the batch script. Pure.
+"""The Slurm job of a plan: options of sbatch and the batch script.
 
-Options are words of sbatch's command line, ``--name=value``, which no shell reads and which go
-before its ``SBATCH_`` variables and ``#SBATCH`` lines.
+Options are passed on sbatch's command line as ``--name=value``, which no shell parses and which
+takes precedence over ``SBATCH_`` variables and ``#SBATCH`` lines. Pure functions.
 """
 
 from __future__ import annotations
@@ -15,87 +15,108 @@ from itertools import groupby
 from pathlib import Path
 
 from flagscale import __version__
-from flagscale.config import placement
-from flagscale.config.arguments.values import did_you_mean
+from flagscale.config.arguments.spec.values import did_you_mean
+from flagscale.config.placement import order_by_mesh
 from flagscale.config.schema import Experiment, Runner, Slurm
 from flagscale.config.slurm_reader import SAVING_SECONDS
 from flagscale.errors import ConfigError, Problem
-from flagscale.hosts.hostfile import Host, least
-from flagscale.hosts.names import compress
-from flagscale.hosts.program import PROGRAMS, source
-from flagscale.launcher.plan_builder import hosts_of, unprobed_plan
-from flagscale.launcher.planning.deferred_values import left_to_the_job
+from flagscale.hosts.hostfile import Host, smallest_limit
+from flagscale.hosts.names import compress_names
+from flagscale.hosts.program import PROGRAMS, read_source
+from flagscale.launcher.plan_builder import build_unprobed_plan, select_hosts
+from flagscale.launcher.planning.deferred_values import defer_to_job
 from flagscale.launcher.planning.model import BatchJob, HostPlan, LaunchPlan, RunnerHandle
-from flagscale.launcher.planning.plan import wanted_port
+from flagscale.launcher.planning.plan import requested_port
 from flagscale.launcher.runners.slurm import container, files
 
 TYPE = "slurm"
 _HERE = Path(__file__).parent
-_NAMES_TAKEN = re.compile(r"[^A-Za-z0-9._\-]+")
-_MOST_NAME = 60
+_UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9._\-]+")
+_MAX_NAME_LENGTH = 60
 _ENDING_SECONDS = 5
+# Options of sbatch that are passed on from experiment.runner.slurm.
+_RESOURCE_OPTIONS = (
+    "partition",
+    "account",
+    "qos",
+    "time",
+    "gpus_per_node",
+    "cpus_per_task",
+    "mem",
+    "constraint",
+    "reservation",
+    "dependency",
+)
 
 
-def plan_of(experiment: Experiment) -> LaunchPlan:
-    """The plan of a run, its job in it. Raises :class:`ConfigError` for what cannot work."""
+def plan_with_job(experiment: Experiment) -> LaunchPlan:
+    """Return the plan of a run, including its job.
+
+    Raises:
+        ConfigError: If the configuration cannot work.
+    """
     runner = experiment.runner
-    hosts = _hosts(experiment)
+    hosts = _select_hosts(experiment)
     named = runner.hostfile is not None
     handle = RunnerHandle(TYPE, {"requeue": runner.slurm.requeue, "named": named})
-    inside = container.with_its_python(experiment)
-    made = unprobed_plan(inside, hosts, handle, here=False, late=True)
-    made = container.with_its_directory(left_to_the_job(made, runner), runner.slurm.container)
-    handle = replace(handle, handle={**handle.handle, "name": job_name(made)})
-    notes = (*made.notes, *_notes(runner))
-    return replace(made, runner=handle, job=batch_job(made, runner), notes=notes)
+    in_container = container.use_image_python(experiment)
+    plan = build_unprobed_plan(in_container, hosts, handle, here=False, late=True)
+    plan = container.use_container_workdir(defer_to_job(plan, runner), runner.slurm.container)
+    handle = replace(handle, handle={**handle.handle, "name": job_name(plan)})
+    notes = (*plan.notes, *_note_cpu_allocation(runner))
+    return replace(plan, runner=handle, job=batch_job(plan, runner), notes=notes)
 
 
-def _notes(runner: Runner) -> Iterator[str]:
+def _note_cpu_allocation(runner: Runner) -> Iterator[str]:
     if not runner.slurm.exclusive and runner.slurm.cpus_per_task is None:
         yield (
-            "experiment.runner.slurm.exclusive: false: Slurm gives one CPU of each node, unless "
-            "cpus_per_task says how many"
+            "experiment.runner.slurm.exclusive: false: Slurm allocates one CPU per node, unless "
+            "cpus_per_task requests more"
         )
 
 
-def _hosts(experiment: Experiment) -> tuple[Host, ...]:
-    """The hostfile's hosts, or as many as are asked for, whose names are not known before."""
+def _select_hosts(experiment: Experiment) -> tuple[Host, ...]:
+    """Return the hostfile's hosts, or the requested number of hosts with placeholder names."""
     runner = experiment.runner
     slurm = runner.slurm
     if runner.hostfile is not None:
-        hosts = hosts_of(experiment)
+        hosts = select_hosts(experiment)
         _require_types(slurm, hosts)
     else:
         counts: dict[str | None, int] = {
-            name: own.nodes or 0 for name, own in slurm.by_type.items()
+            name: slurm_type.nodes or 0 for name, slurm_type in slurm.by_type.items()
         }
         counts = counts or {None: runner.nnodes or 1}
         unnamed = [Host("", device_type=kind) for kind, n in counts.items() for _ in range(n)]
-        hosts = placement.by_mesh(experiment, unnamed)
+        hosts = order_by_mesh(experiment, unnamed)
         hosts = tuple(replace(host, name=f"node-{n}") for n, host in enumerate(hosts))
     if slurm.by_type:
-        # Of each component the nodes lie together, in the order in which types come.
+        # The nodes of a component have to be contiguous, in the order in which types first appear.
         order = list(dict.fromkeys(host.device_type for host in hosts))
         hosts = tuple(sorted(hosts, key=lambda host: order.index(host.device_type)))
-    return tuple(_with_gpus(slurm, host) for host in hosts)
+    return tuple(_limit_ranks_to_gpus(slurm, host) for host in hosts)
 
 
-def _with_gpus(slurm: Slurm, host: Host) -> Host:
-    gpus = _asked(slurm, host.device_type, "gpus_per_node")
+def _limit_ranks_to_gpus(slurm: Slurm, host: Host) -> Host:
+    gpus = _requested_resource(slurm, host.device_type, "gpus_per_node")
     count = int(gpus.rpartition(":")[2]) if gpus else None
-    return replace(host, slots=least(host.slots, count)) if count else host
+    return replace(host, slots=smallest_limit(host.slots, count)) if count else host
 
 
-def _asked(slurm: Slurm, kind: str | None, name: str) -> str | None:
-    """What nodes of a type are asked for by, as far as it is the type's own, or else all nodes'."""
-    own = slurm.by_type.get(kind) if kind else None
-    value: str | None = getattr(own, name, None)
+def _requested_resource(slurm: Slurm, kind: str | None, name: str) -> str | None:
+    """Return a requested resource per node: the device type's, or else that of all nodes."""
+    slurm_type = slurm.by_type.get(kind) if kind else None
+    value: str | None = getattr(slurm_type, name, None)
     common: str | None = getattr(slurm, name)
     return common if value is None else value
 
 
 def _require_types(slurm: Slurm, hosts: Sequence[Host]) -> None:
-    """Raise :class:`ConfigError` for types that no host has."""
+    """Check that every configured device type has a host.
+
+    Raises:
+        ConfigError: If a type has none.
+    """
     types = list(dict.fromkeys(host.device_type for host in hosts if host.device_type))
     key = "experiment.runner.slurm.device_type_specific"
     text = "no host that takes part has this type"
@@ -109,86 +130,89 @@ def _require_types(slurm: Slurm, hosts: Sequence[Host]) -> None:
 
 
 def job_name(plan: LaunchPlan) -> str:
-    """What Slurm calls the job: the experiment's name, and the run's id by which it is found."""
-    return f"{_NAMES_TAKEN.sub('_', plan.name)[:_MOST_NAME]}.{plan.run_id}"
+    """Return the name of the job: the experiment's name, and the run id that makes it unique."""
+    return f"{_UNSAFE_CHARACTERS.sub('_', plan.name)[:_MAX_NAME_LENGTH]}.{plan.run_id}"
 
 
 def batch_job(plan: LaunchPlan, runner: Runner) -> BatchJob:
-    """The job of a plan."""
+    """Return the job of a plan."""
     file = plan.layout.scripts / "slurm_job.sh"
-    words: list[str] = []
+    options: list[str] = []
     for hosts in components(plan, runner.slurm):
-        words += [":"] if words else []
-        words += [
+        options += [":"] if options else []
+        options += [
             f"--{name}" if value is None else f"--{name}={value}"
-            for name, value in _options(plan, runner, hosts)
+            for name, value in _sbatch_options(plan, runner, hosts)
         ]
-    # --parsable is sbatch's own, of no component.
-    return BatchJob(("sbatch", "--parsable", *words, str(file)), file, render(plan, runner))
+    # --parsable applies to the command, not to one component of a heterogeneous job.
+    return BatchJob(
+        ("sbatch", "--parsable", *options, str(file)), file, render_batch_script(plan, runner)
+    )
 
 
 def components(plan: LaunchPlan, slurm: Slurm) -> list[Sequence[HostPlan]]:
-    """The hosts that are asked for alike; of a job that is not heterogeneous, all."""
+    """Return the hosts of each component of a heterogeneous job, or all hosts as one."""
     if not slurm.by_type:
         return [plan.hosts]
     return [list(hosts) for _, hosts in groupby(plan.hosts, key=lambda host: host.device_type)]
 
 
-def _options(
+def _sbatch_options(
     plan: LaunchPlan, runner: Runner, hosts: Sequence[HostPlan]
 ) -> Iterator[tuple[str, str | None]]:
-    """Every option of sbatch for some of the hosts, with its value."""
+    """Yield the options of sbatch for one component, with their values."""
     slurm, count = runner.slurm, len(hosts)
     yield "job-name", job_name(plan)
-    # The script itself writes to a file, so that a path may hold what Slurm would take for its own.
+    # The script redirects its output itself: Slurm would expand patterns such as %j in the path.
     yield "output", "/dev/null"
     yield "export", "ALL"
     yield "nodes", str(count)
     yield "ntasks", str(count)
     yield "ntasks-per-node", "1"
     if runner.hostfile is not None:
-        yield "nodelist", compress(host.name for host in hosts)
+        yield "nodelist", compress_names(host.name for host in hosts)
     if slurm.exclusive:
         yield "exclusive", None
-    for name in _PASSED_ON:
-        if (value := _asked(slurm, hosts[0].device_type, name)) is not None:
+    for name in _RESOURCE_OPTIONS:
+        if (value := _requested_resource(slurm, hosts[0].device_type, name)) is not None:
             yield name.replace("_", "-"), str(value)
     yield "requeue" if slurm.requeue else "no-requeue", None
     yield "kill-on-invalid-dep", "yes"
     yield "signal", f"B:USR1@{signal_seconds(runner)}"
-    for name, given in slurm.extra.items():
-        yield name.replace("_", "-"), given
-
-
-_PASSED_ON = (
-    *("partition", "account", "qos", "time", "gpus_per_node", "cpus_per_task", "mem"),
-    *("constraint", "reservation", "dependency"),
-)
+    for name, extra_value in slurm.extra.items():
+        yield name.replace("_", "-"), extra_value
 
 
 def signal_seconds(runner: Runner) -> int:
-    """How long before its time limit a job is told to save and end."""
+    """Return how many seconds before its time limit a job is signalled to save and end."""
     return math.ceil(runner.stop_grace) + SAVING_SECONDS
 
 
-def _patience(runner: Runner) -> int:
-    """Seconds after which an agent that has not ended, where others have, is none any more."""
+def _lost_node_seconds(runner: Runner) -> int:
+    """Return the seconds after the end of the first agent, after which a missing agent is lost."""
     return math.ceil(runner.stop_grace + runner.lost_host_timeout) + _ENDING_SECONDS
 
 
-def _srun(slurm: Slurm, count: int, parts: int) -> Sequence[str]:
-    """Options of srun: one task a node, which neither ends the others nor is bound to a core."""
-    words = [f"--nodes={count}", f"--ntasks={count}"]
+def _srun_options(slurm: Slurm, count: int, parts: int) -> Sequence[str]:
+    """Return the options of srun: one task per node, independent of the others and not bound."""
+    options = [f"--nodes={count}", f"--ntasks={count}"]
     if parts > 1:
-        words = [f"--het-group={','.join(map(str, range(parts)))}"]
-    words += ["--ntasks-per-node=1"]
-    words += ["--kill-on-bad-exit=0", "--wait=0", "--export=ALL", "--cpu-bind=none"]
-    # Of sbatch's own srun does not know in every version.
-    return [*words, f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else words
+        options = [f"--het-group={','.join(map(str, range(parts)))}"]
+    options += [
+        "--ntasks-per-node=1",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--export=ALL",
+        "--cpu-bind=none",
+    ]
+    if slurm.cpus_per_task:
+        # Some versions of srun do not inherit this option from sbatch.
+        options.append(f"--cpus-per-task={slurm.cpus_per_task}")
+    return options
 
 
-def render(plan: LaunchPlan, runner: Runner) -> str:
-    """The batch script."""
+def render_batch_script(plan: LaunchPlan, runner: Runner) -> str:
+    """Return the batch script."""
     layout, count = plan.layout, len(plan.hosts)
     parts = len(components(plan, runner.slurm))
     address = runner.master_addr or ("127.0.0.1" if count == 1 else "")
@@ -196,15 +220,17 @@ def render(plan: LaunchPlan, runner: Runner) -> str:
         address = plan.hosts[0].address
     values = {
         "run_id": plan.run_id,
-        "job_dir": str(files.of_run(plan.exp_dir, plan.run_id)),
+        "job_dir": str(files.job_directory(plan.exp_dir, plan.run_id)),
         "scripts": str(layout.scripts),
         "outputs": str(layout.logs),
         "details": str(layout.log_dir or layout.logs / "details"),
         "count": str(count),
         "requeue": str(runner.slurm.requeue),
-        "patience": str(_patience(runner)) if runner.on_failure == "stop" and count > 1 else "",
+        "lost_node_seconds": (
+            str(_lost_node_seconds(runner)) if runner.on_failure == "stop" and count > 1 else ""
+        ),
         "master_addr": address,
-        "master_port": str(wanted_port(runner) or ""),
+        "master_port": str(requested_port(runner) or ""),
         "liveness_port": str(runner.liveness_port or ""),
     }
     return "\n".join(
@@ -214,30 +240,31 @@ def render(plan: LaunchPlan, runner: Runner) -> str:
             f"# Written by flagscale {__version__}; srun starts the script of each node.",
             "# shellcheck disable=SC2016,SC2317,SC2329 # texts for other shells; traps",
             *(f"{name}={shlex.quote(value)}" for name, value in values.items()),
-            _words(
-                "srun", (*_srun(runner.slurm, count, parts), *container.srun_words(plan, runner))
+            _bash_array(
+                "srun",
+                (*_srun_options(runner.slurm, count, parts), *container.srun_options(plan, runner)),
             ),
-            _words("inside", container.inside_words(plan, runner)),
-            *_text("ports", PROGRAMS / "ports.sh"),
-            *_text("node", _HERE / "node.sh"),
+            _bash_array("inside", container.exec_command(plan, runner)),
+            *_bash_text("ports", PROGRAMS / "ports.sh"),
+            *_bash_text("node", _HERE / "node.sh"),
             "",
-            _body(_HERE / "job.sh"),
+            _read_program(_HERE / "job.sh"),
         ]
     )
 
 
-def _words(name: str, words: Iterable[str]) -> str:
-    """A bash array."""
+def _bash_array(name: str, words: Iterable[str]) -> str:
+    """Return a bash array."""
     return f"{name}=({' '.join(map(shlex.quote, words))})"
 
 
-def _text(name: str, path: Path) -> Iterator[str]:
-    """A variable that holds a program for another shell."""
+def _bash_text(name: str, path: Path) -> Iterator[str]:
+    """Yield lines that assign a program for another shell to a variable."""
     yield f"IFS= read -r -d '' {name} <<'END_{name.upper()}'"
-    yield _body(path).rstrip("\n")
+    yield _read_program(path).rstrip("\n")
     yield f"END_{name.upper()}"
 
 
-def _body(path: Path) -> str:
-    """A program without the words that open its file."""
-    return source(path).partition("\n\n")[2]
+def _read_program(path: Path) -> str:
+    """Return a program without the comment at the beginning of its file."""
+    return read_source(path).partition("\n\n")[2]

@@ -1,7 +1,7 @@
-"""What Slurm's words for a job that waits mean. Pure.
+"""Explanations of the reasons that Slurm gives for a pending job. Pure functions.
 
-Limits of accounts ("associations") and of QOS have a name for each thing that is limited, made of
-the same parts: ``AssocGrpCpuLimit``, ``QOSMaxGRESPerUser``, ``AssocMaxWallDurationPerJobLimit``.
+Limits of accounts ("associations") and of QOS have one name per limited resource, built from the
+same parts: ``AssocGrpCpuLimit``, ``QOSMaxGRESPerUser``, ``AssocMaxWallDurationPerJobLimit``.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ import re
 
 _NEVER = "and will never start"
 _REASONS = {
-    "Resources": "it is the next one, and waits for nodes to get free",
-    "Priority": "others go before it",
+    "Resources": "it is the next one, and waits for nodes to become free",
+    "Priority": "jobs of higher priority are before it",
     "Dependency": "it waits for another job",
-    "DependencyNeverSatisfied": "what it waits for cannot come true any more",
-    "BeginTime": "it may not begin yet; a requeued job waits two minutes",
+    "DependencyNeverSatisfied": "its dependency can never be satisfied",
+    "BeginTime": "its begin time is not reached; a requeued job waits two minutes",
     "JobHeldUser": "it is held; `scontrol release` frees it",
     "JobHeldAdmin": "an administrator holds it",
     "ReqNodeNotAvail": "a node that it needs is down, drained or reserved",
-    "PartitionNodeLimit": f"it asks for more nodes than the partition gives, {_NEVER}",
-    "PartitionTimeLimit": f"it asks for more time than the partition gives, {_NEVER}",
-    "PartitionConfig": "no node of the partition is as large as it asks, and it will never start",
-    "BadConstraints": "no nodes are as it asks, and it will never start",
+    "PartitionNodeLimit": f"it requests more nodes than the partition allows, {_NEVER}",
+    "PartitionTimeLimit": f"it requests more time than the partition allows, {_NEVER}",
+    "PartitionConfig": f"no node of the partition is as large as requested, {_NEVER}",
+    "BadConstraints": f"no nodes satisfy its constraints, {_NEVER}",
     "Reservation": "it waits for its reservation",
     "Licenses": "it waits for licences",
 }
 _LIMIT = re.compile(
-    r"(?P<whose>Assoc|QOS|)(?P<kind>Grp|Max|Min)(?P<what>[A-Z][A-Za-z]+?)"
+    r"(?P<owner>Assoc|QOS|)(?P<kind>Grp|Max|Min)(?P<resource>[A-Z][A-Za-z]+?)"
     r"(?P<minutes>Minutes|RunMinutes|)(?:Per(?P<each>Job|Node|User|Account))?"
     r"(?:Limit|NotSatisfied|)"
 )
-_WHOSE = {"Assoc": "the account", "QOS": "the QOS", "": "the QOS"}
-_WHAT = {
+_OWNERS = {"Assoc": "the account", "QOS": "the QOS", "": "the QOS"}
+_RESOURCES = {
     "cpu": "CPUs",
     "gres": "GPUs (or other GRES)",
     "mem": "memory",
@@ -45,32 +45,39 @@ _WHAT = {
     "license": "licences",
     "billing": "billing units",
 }
+_MINUTES = {
+    "CPUs": "CPU minutes",
+    "nodes": "node minutes",
+    "GPUs (or other GRES)": "GPU minutes (or minutes of other GRES)",
+}
 
 
-def meaning(reason: str) -> str:
-    """What squeue's reason means, in a clause; empty for one that is not known here."""
-    word = reason.partition(",")[0]
-    limit = _LIMIT.fullmatch(word)
-    return _REASONS.get(word) or (_of_limit(limit) if limit is not None else "")
+def explain_reason(reason: str) -> str:
+    """Return an explanation of squeue's reason, as a clause; empty for an unrecognized one."""
+    name = reason.partition(",")[0]
+    limit = _LIMIT.fullmatch(name)
+    return _REASONS.get(name) or (_explain_limit(limit) if limit is not None else "")
 
 
-def _of_limit(limit: re.Match[str]) -> str:
-    whose, each, minutes = _WHOSE[limit["whose"]], limit["each"], limit["minutes"]
-    what = _WHAT.get(limit["what"].lower(), "what Slurm limits")
+def _explain_limit(limit: re.Match[str]) -> str:
+    owner, each, minutes = _OWNERS[limit["owner"]], limit["each"], limit["minutes"]
+    resource = _RESOURCES.get(limit["resource"].lower(), "a limited resource")
     if minutes:
-        what = f"minutes of {what}"
+        resource = _MINUTES.get(resource, f"minutes of {resource}")
     if limit["kind"] == "Min":
-        return f"it asks for less {what} than {whose} wants of a job, {_NEVER}"
+        fewer = "less" if resource in ("memory", "time") else "fewer"
+        return f"it requests {fewer} {resource} than {owner} requires of a job, {_NEVER}"
     if each in ("Job", "Node"):
-        return f"it asks for more {what} than {whose} gives a {each.lower()}, {_NEVER}"
+        return f"it requests more {resource} than {owner} allows per {each.lower()}, {_NEVER}"
     if limit["kind"] == "Max":
-        owner = "account's" if each == "Account" else "user's"
+        holder = "account's" if each == "Account" else "user's"
         return (
-            f"the {owner} jobs have all the {what} that {whose} allows; it waits for others to end"
+            f"the {holder} jobs use all the {resource} that {owner} allows; it waits for other "
+            "jobs to end"
         )
-    if limit["what"].lower() == "wall" or minutes == "Minutes":
-        return f"the jobs of {whose} have used up the {what} that they have together"
+    if limit["resource"].lower() == "wall" or minutes == "Minutes":
+        return f"the jobs of {owner} have used up their total of {resource}"
     return (
-        f"with it the jobs of {whose} would have more {what} than they may have together; it waits "
-        "for others to end"
+        f"with it the jobs of {owner} would exceed their total of {resource}; it waits for other "
+        "jobs to end"
     )

@@ -1,8 +1,8 @@
-"""Slurm's commands, and what they answer. Nobody else starts one.
+"""Slurm's commands and the parsing of their output; no other module runs them.
 
-An answer is believed where it says something. Silence is no end: a controller that cannot be
-reached raises :class:`UnreachableError`, and jobs run on without it. Answers are asked for as text,
-field by field: JSON of older versions has other jobs in it, or none without a word.
+A missing answer is not taken for the end of a job: if the controller cannot be reached, functions
+raise :class:`UnreachableError`, because jobs continue without it. Output is requested as text with
+explicit fields, because JSON output of older versions includes other jobs or is silently empty.
 """
 
 from __future__ import annotations
@@ -27,19 +27,29 @@ _PARTITION = re.compile(
     r"^ *([^|*]+)(\*?) *\|([^|]+)\|([^|]+)\|([^|]+)\|(\d+)[^|\n]*\|(\d+)", re.MULTILINE
 )
 _FIELDS = "%T|%r|%S|%j"
-_AGAIN_SECONDS = 1.0
-_MOST_DAYS = 360
-# A job starts no other: what is Slurm's own of the job that this process is in is not for a new
-# one.
-_SLURMS = ("SLURM_", "SLURMD_", "SQUEUE_", "SINFO_", "SCANCEL_", "SACCT_", "SRUN_", "PMI")
-_KEPT = ("SLURM_CONF", "SLURM_JWT", "SLURM_CONF_SERVER")
-# What users set for all their jobs. Others would make another kind of job than the one that is
-# shown.
+_RETRY_SECONDS = 1.0
+_MAX_DAYS = 360
+# Variables of the job that this process runs in do not belong to a new job.
+_JOB_PREFIXES = ("SLURM_", "SLURMD_", "SQUEUE_", "SINFO_", "SCANCEL_", "SACCT_", "SRUN_", "PMI")
+_CLIENT_VARIABLES = ("SLURM_CONF", "SLURM_JWT", "SLURM_CONF_SERVER")
+# Defaults that users set for all their jobs. Other SBATCH_ variables would submit a different kind
+# of job than the one that is shown.
 DEFAULTS = tuple(
     f"SBATCH_{name}"
     for name in (
-        *("ACCOUNT", "CONSTRAINT", "PARTITION", "QOS", "RESERVATION", "TIMELIMIT", "WCKEY"),
-        *("CLUSTER_CONSTRAINT", "GRES", "MEM_PER_CPU", "MEM_PER_GPU", "NETWORK", "SWITCHES"),
+        "ACCOUNT",
+        "CONSTRAINT",
+        "PARTITION",
+        "QOS",
+        "RESERVATION",
+        "TIMELIMIT",
+        "WCKEY",
+        "CLUSTER_CONSTRAINT",
+        "GRES",
+        "MEM_PER_CPU",
+        "MEM_PER_GPU",
+        "NETWORK",
+        "SWITCHES",
     )
 )
 
@@ -47,15 +57,30 @@ WAITING = frozenset(
     {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 )
 ENDED = frozenset(
-    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
-    | {"PREEMPTED", "REVOKED", "TIMEOUT"}
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+        "TIMEOUT",
+    }
 )
 
 
 @dataclass(frozen=True)
-class Job:
-    """A job as squeue shows it. ``state``: empty where Slurm does not know it (any more);
-    ``start``: when a waiting one may begin, in Slurm's words."""
+class SlurmJob:
+    """State of a job as reported by squeue.
+
+    Attributes:
+        state: Empty if Slurm does not know the job (any more).
+        reason: Reason of a pending job.
+        start: Expected start time of a pending job, as Slurm formats it.
+    """
 
     state: str = ""
     reason: str = ""
@@ -70,231 +95,292 @@ class Job:
         return not self.state or self.state in ENDED
 
 
-class RefusedError(Exception):
-    """Slurm does not take a job; the text says why."""
+class JobRejectedError(Exception):
+    """Rejection of a job by Slurm, with Slurm's reason."""
 
 
-def environment() -> dict[str, str]:
-    """This process's environment as Slurm's commands get it, and sbatch hands it to the job:
-    without secrets, which accounting may keep, and without what belongs to a job that this process
-    is in."""
-    kept = {}
+def command_environment() -> dict[str, str]:
+    """Return the environment for Slurm's commands, which sbatch passes on to the job.
+
+    It has no secrets, because accounting may store them, and no variables of a job that this
+    process runs in.
+    """
+    passed_on = {}
     for name, value in os.environ.items():
-        foreign = name.startswith("SBATCH_") and name not in DEFAULTS
-        slurms = name.startswith(_SLURMS) and name not in _KEPT
-        if not (foreign or slurms or (name != "SLURM_JWT" and is_secret(name, value))):
-            kept[name] = value
-    return kept
+        unsupported = name.startswith("SBATCH_") and name not in DEFAULTS
+        of_this_job = name.startswith(_JOB_PREFIXES) and name not in _CLIENT_VARIABLES
+        secret = name != "SLURM_JWT" and is_secret(name, value)
+        if not (unsupported or of_this_job or secret):
+            passed_on[name] = value
+    return passed_on
 
 
-def call(*argv: str) -> subprocess.CompletedProcess[str]:
-    """Run one of the commands. Raises :class:`UnreachableError` where there is none, or where it
-    does not come to an end."""
+def run_command(*argv: str) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands.
+
+    Raises:
+        UnreachableError: If the command does not exist or does not end within 60 seconds.
+    """
     try:
         return subprocess.run(
             argv,
-            env=environment(),
+            env=command_environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             errors="replace",
             check=False,
             timeout=_SECONDS,
-            # Ctrl-C is this program's to answer: it would end sbatch, and not the job.
+            # Ctrl-C is handled by this program: it would end sbatch, but not the job.
             start_new_session=True,
         )
     except (FileNotFoundError, PermissionError):
-        # The latter where a directory on PATH, or the command in it, is not for this user.
+        # PermissionError: a directory on PATH, or the command in it, is not accessible to this
+        # user.
         raise UnreachableError(
-            f"there is no {argv[0]} on this machine: it is none from which Slurm is used",
+            f"there is no {argv[0]} on this machine: Slurm cannot be used from it",
             hint="start the run from a login node of the cluster",
         ) from None
     except subprocess.TimeoutExpired:
         raise UnreachableError(f"Slurm does not answer: {argv[0]} took {_SECONDS:g} s") from None
 
 
-def _asked(*argv: str) -> str:
-    """What a command says. Raises :class:`UnreachableError` with Slurm's reason where it fails."""
-    done = call(*argv)
-    if done.returncode:
-        raise UnreachableError(f"Slurm does not answer: {said(done)}")
-    return done.stdout
+def _read_output(*argv: str) -> str:
+    """Return the output of a command.
+
+    Raises:
+        UnreachableError: If the command fails, with Slurm's reason.
+    """
+    result = run_command(*argv)
+    if result.returncode:
+        raise UnreachableError(f"Slurm does not answer: {error_summary(result)}")
+    return result.stdout
 
 
-def said(done: subprocess.CompletedProcess[str]) -> str:
-    """What a command has complained of, in one line."""
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    plain = [re.sub(r"^\w+: (?:error: |fatal: )?", "", line) for line in lines]
-    return "; ".join(dict.fromkeys(plain)) or f"{done.args[0]} ended with {done.returncode}"
+def error_summary(result: subprocess.CompletedProcess[str]) -> str:
+    """Return the error messages of a command, in one line."""
+    lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
+    messages = [re.sub(r"^\w+: (?:error: |fatal: )?", "", line) for line in lines]
+    return "; ".join(dict.fromkeys(messages)) or f"{result.args[0]} ended with {result.returncode}"
 
 
-def submit(command: Sequence[str], name: str) -> str:
-    """Submit a job; its id. Raises :class:`RefusedError`, and :class:`UnreachableError` where
-    nobody knows whether it was taken."""
+def submit_job(command: Sequence[str], name: str) -> str:
+    """Submit a job and return its id.
+
+    Raises:
+        RefusedError: If Slurm rejects the job.
+        UnreachableError: If it is unknown whether Slurm accepted the job.
+    """
     try:
-        done = call(*command)
-        found = re.match(r"(\d+)", done.stdout.strip())
-        if done.returncode == 0 and found is not None:
-            return found[1]
-        # The answer may be lost, but not the job.
-        if done.returncode < 0 or _LOST_ANSWER.search(done.stderr):
-            if taken := named(name):
-                return taken
-            raise UnreachableError(f"Slurm does not answer: {said(done)}")
+        result = run_command(*command)
+        job_id = re.match(r"(\d+)", result.stdout.strip())
+        if result.returncode == 0 and job_id is not None:
+            return job_id[1]
+        # Slurm may have accepted the job although its answer was lost.
+        if result.returncode < 0 or _LOST_ANSWER.search(result.stderr):
+            if accepted := find_job(name):
+                return accepted
+            raise UnreachableError(f"Slurm does not answer: {error_summary(result)}")
     except UnreachableError as error:
-        hint = error.hint or f"it may have taken the job: scancel --name={name} ends it, if so"
+        hint = error.hint or f"it may have accepted the job: scancel --name={name} cancels it"
         raise UnreachableError(error.message, hint=hint) from None
-    raise RefusedError(said(done))
+    raise JobRejectedError(error_summary(result))
 
 
-def named(name: str) -> str:
-    """The id of the job of this name, which no two have; empty where there is none."""
-    found = _asked("squeue", "--noheader", "--states=all", f"--name={name}", "--format=%i").split()
-    # Of a heterogeneous job every component is shown: 12+0, 12+1.
-    return found[-1].partition("+")[0] if found else ""
+def find_job(name: str) -> str:
+    """Return the id of the job with this unique name; empty if there is none."""
+    ids = _read_output(
+        "squeue", "--noheader", "--states=all", f"--name={name}", "--format=%i"
+    ).split()
+    # A heterogeneous job is listed by component: 12+0, 12+1.
+    return ids[-1].partition("+")[0] if ids else ""
 
 
-def look(job: str, name: str) -> Job:
-    """How a job stands. One that is not there is asked for twice. Raises
-    :class:`UnreachableError`."""
-    found = _look(job, name)
-    if not found.state:
-        time.sleep(_AGAIN_SECONDS)
-        found = _look(job, name)
-    return found
+def query_job(job_id: str, name: str) -> SlurmJob:
+    """Return the state of a job. A job that is not listed is queried twice.
+
+    Raises:
+        UnreachableError: If Slurm does not answer.
+    """
+    job = _query_once(job_id, name)
+    if not job.state:
+        time.sleep(_RETRY_SECONDS)
+        job = _query_once(job_id, name)
+    return job
 
 
-def _look(job: str, name: str) -> Job:
-    done = call("squeue", "--noheader", "--states=all", f"--jobs={job}", f"--format={_FIELDS}")
-    if done.returncode:
-        if _INVALID.search(done.stderr):
-            return Job()
-        raise UnreachableError(f"Slurm does not answer: {said(done)}")
-    return parse(done.stdout, name)
+def _query_once(job_id: str, name: str) -> SlurmJob:
+    result = run_command(
+        "squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={_FIELDS}"
+    )
+    if result.returncode:
+        if _INVALID.search(result.stderr):
+            return SlurmJob()
+        raise UnreachableError(f"Slurm does not answer: {error_summary(result)}")
+    return parse_queue(result.stdout, name)
 
 
-def endless(start: str) -> bool:
-    """Whether a time at which a job may start is none: Slurm says a year from now, or a day in
-    centuries, of one that it cannot foresee."""
+def is_unpredictable(start: str) -> bool:
+    """Return True if an expected start time is meaningless.
+
+    If Slurm cannot predict the start, it reports a year from now, or a date in centuries.
+    """
     try:
-        begins = datetime.fromisoformat(start)
+        start_time = datetime.fromisoformat(start)
     except ValueError:
         return True
-    return (begins - datetime.now(begins.tzinfo)).days > _MOST_DAYS
+    return (start_time - datetime.now(start_time.tzinfo)).days > _MAX_DAYS
 
 
-def parse(text: str, name: str) -> Job:
-    """The job of this name in squeue's answer: ids come again where a controller has lost its
-    state. Of a heterogeneous job it is the component that comes last, for which the others wait."""
-    found = []
+def parse_queue(text: str, name: str) -> SlurmJob:
+    """Parse squeue's output for the job of this name.
+
+    The name is checked because ids are reused when a controller has lost its state. For a
+    heterogeneous job, returns the component that starts last, since the others wait for it.
+    """
+    components = []
     for line in text.splitlines():
         fields = line.strip().split("|")
         if len(fields) == _FIELDS.count("|") + 1 and fields[3] == name:
             state, reason, start, _ = fields
-            start = "" if endless(start) else start
-            found.append(Job(state, reason if reason != "None" else "", start))
-    late = [(job.waits, not job.over, not job.start, job.start) for job in found]
-    return found[late.index(max(late))] if found else Job()
+            start = "" if is_unpredictable(start) else start
+            components.append(SlurmJob(state, reason if reason != "None" else "", start))
+    return max(
+        components,
+        key=lambda job: (job.waits, not job.over, not job.start, job.start),
+        default=SlurmJob(),
+    )
 
 
-def account(job: str, name: str) -> Job:
-    """What the accounting keeps of a job that the controller has forgotten, where there is one.
-    Its ``reason`` is who cancelled it, or the code that it ended with. Raises
-    :class:`UnreachableError` where it is kept and not told."""
+def query_accounting(job_id: str, name: str) -> SlurmJob:
+    """Return the accounting record of a job that the controller has forgotten, if accounting is
+    enabled.
+
+    ``reason`` is the user who cancelled the job, or its exit code.
+
+    Raises:
+        UnreachableError: If accounting is enabled but does not answer.
+    """
     if shutil.which("sacct") is None:
-        return Job()
-    form = "--format=State,ExitCode,JobName"
-    done = call("sacct", "-X", "--noheader", "--parsable2", f"--jobs={job}", form)
-    if done.returncode:
-        if "disabled" in done.stderr:
-            return Job()
-        raise UnreachableError(f"Slurm's accounting does not answer: {said(done)}")
-    return parse_account(done.stdout, name)
+        return SlurmJob()
+    columns = "--format=State,ExitCode,JobName"
+    result = run_command("sacct", "-X", "--noheader", "--parsable2", f"--jobs={job_id}", columns)
+    if result.returncode:
+        if "disabled" in result.stderr:
+            return SlurmJob()
+        raise UnreachableError(f"Slurm's accounting does not answer: {error_summary(result)}")
+    return parse_accounting(result.stdout, name)
 
 
-def parse_account(text: str, name: str) -> Job:
-    """The job of this name in sacct's answer."""
+def parse_accounting(text: str, name: str) -> SlurmJob:
+    """Parse sacct's output for the job of this name."""
     for line in text.splitlines():
         fields = line.strip().split("|")
         if len(fields) == 3 and fields[2] == name:
-            word, _, by = fields[0].partition(" ")
-            return Job(word, _user(by) or ("" if fields[1] == "0:0" else f"exit code {fields[1]}"))
-    return Job()
+            state, _, by_user = fields[0].partition(" ")
+            exit_code = "" if fields[1] == "0:0" else f"exit code {fields[1]}"
+            return SlurmJob(state, _describe_user(by_user) or exit_code)
+    return SlurmJob()
 
 
-def _user(by: str) -> str:
-    """``by root`` for ``by 0``."""
-    number = by.removeprefix("by ")
+def _describe_user(by_user: str) -> str:
+    """Return ``by root`` for ``by 0``."""
+    number = by_user.removeprefix("by ")
     try:
         return f"by {pwd.getpwuid(int(number)).pw_name}"
     except (KeyError, ValueError, OverflowError):
-        return by and f"by user {number}"
+        return by_user and f"by user {number}"
 
 
-def cancel(job: str, signal: str | None = None) -> None:
-    """End a job; with a ``signal``, send it to its batch script alone. Raises
-    :class:`UnreachableError`; a job that has ended is none's trouble."""
-    words = ("--batch", f"--signal={signal}") if signal else ()
-    done = call("scancel", *words, job)
-    if done.returncode and re.search(r"contact|timed out", done.stderr, re.IGNORECASE):
-        raise UnreachableError(f"Slurm does not answer: {said(done)}")
+def cancel_job(job_id: str, signal: str | None = None) -> None:
+    """Cancel a job; with a ``signal``, send it to the job's batch script instead.
+
+    Does nothing if the job has ended.
+
+    Raises:
+        UnreachableError: If Slurm does not answer.
+    """
+    options = ("--batch", f"--signal={signal}") if signal else ()
+    result = run_command("scancel", *options, job_id)
+    if result.returncode and re.search(r"contact|timed out", result.stderr, re.IGNORECASE):
+        raise UnreachableError(f"Slurm does not answer: {error_summary(result)}")
 
 
-def test_only(command: Sequence[str]) -> tuple[bool, str]:
-    """Whether Slurm would take a job now, and what it says."""
-    done = call(command[0], "--test-only", *command[1:])
-    if re.search(r"Unable to contact|timed out", done.stderr, re.IGNORECASE):
-        raise UnreachableError(f"Slurm does not answer: {said(done)}")
-    return done.returncode == 0, said(done)
+def test_submission(command: Sequence[str]) -> tuple[bool, str]:
+    """Return whether Slurm would accept a job now, and its message."""
+    result = run_command(command[0], "--test-only", *command[1:])
+    if re.search(r"Unable to contact|timed out", result.stderr, re.IGNORECASE):
+        raise UnreachableError(f"Slurm does not answer: {error_summary(result)}")
+    return result.returncode == 0, error_summary(result)
 
 
-def knows_option(name: str) -> bool:
-    """Whether srun has an option, its plug-ins' among them."""
-    return name in call("srun", "--help").stdout
+def srun_has_option(name: str) -> bool:
+    """Return True if srun has an option, including those of its plug-ins."""
+    return name in run_command("srun", "--help").stdout
 
 
-def finds_by_groups() -> bool:
-    """Whether Slurm finds the processes of a job by their group, which most leave."""
-    return "proctrack/pgid" in _asked("scontrol", "show", "config")
+def tracks_process_groups() -> bool:
+    """Return True if Slurm tracks the processes of a job by process group, which most of them
+    leave.
+    """
+    return "proctrack/pgid" in _read_output("scontrol", "show", "config")
 
 
-def down(nodes: Sequence[str]) -> list[str]:
-    """Those of the nodes that Slurm takes for down."""
-    words = ("--noheader", "--Node", f"--nodes={','.join(nodes)}", "--states=down", "--format=%N")
-    return list(dict.fromkeys(_asked("sinfo", *words).split()))
+def find_down_nodes(nodes: Sequence[str]) -> list[str]:
+    """Return the nodes among these that Slurm reports as down."""
+    output = _read_output(
+        "sinfo",
+        "--noheader",
+        "--Node",
+        f"--nodes={','.join(nodes)}",
+        "--states=down",
+        "--format=%N",
+    )
+    return list(dict.fromkeys(output.split()))
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition: ``up`` is ``up``, ``down``, ``drain`` or ``inact``; ``limit`` its longest time
-    as Slurm writes it, ``usual`` that of a job which asks for none; ``nodes`` and ``cpus`` are what
-    it has, the latter of its largest node."""
+    """A Slurm partition.
+
+    Attributes:
+        up: ``up``, ``down``, ``drain`` or ``inact``.
+        limit: Maximum time of a job, as Slurm formats it.
+        usual: Time limit of a job that does not request one.
+        nodes: Number of nodes.
+        cpus: Number of CPUs of the largest node.
+    """
 
     name: str
     default: bool
-    up: str
+    availability: str
     limit: str
-    usual: str
+    default_limit: str
     nodes: int
     cpus: int
 
 
-def partitions() -> Mapping[str, Partition]:
-    """The partitions by name. Raises :class:`UnreachableError`."""
-    text = _asked("sinfo", "--noheader", "--format=%P|%a|%l|%L|%D|%c")
-    found: dict[str, Partition] = {}
+def query_partitions() -> Mapping[str, Partition]:
+    """Return the partitions by name.
+
+    Raises:
+        UnreachableError: If Slurm does not answer.
+    """
+    text = _read_output("sinfo", "--noheader", "--format=%P|%a|%l|%L|%D|%c")
+    by_name: dict[str, Partition] = {}
     for name, default, up, limit, usual, nodes, cpus in _PARTITION.findall(text):
-        # A line for each kind of node.
-        before = found.get(name, Partition(name, bool(default), up, limit, usual, 0, 0))
-        most = max(before.cpus, int(cpus))
-        found[name] = replace(before, nodes=before.nodes + int(nodes), cpus=most)
-    return found
+        # sinfo prints one line per kind of node.
+        partition = by_name.get(name, Partition(name, bool(default), up, limit, usual, 0, 0))
+        by_name[name] = replace(
+            partition, nodes=partition.nodes + int(nodes), cpus=max(partition.cpus, int(cpus))
+        )
+    return by_name
 
 
-def states(jobs: Sequence[str]) -> Mapping[str, str]:
-    """The states of these jobs, by id; those that Slurm does not know are left out."""
-    done = call(
-        "squeue", "--noheader", "--states=all", f"--jobs={','.join(jobs)}", "--format=%i|%T"
+def query_states(job_ids: Sequence[str]) -> Mapping[str, str]:
+    """Return the states of jobs by id, without jobs that Slurm does not know."""
+    result = run_command(
+        "squeue", "--noheader", "--states=all", f"--jobs={','.join(job_ids)}", "--format=%i|%T"
     )
-    pairs = (line.strip().partition("|") for line in done.stdout.splitlines())
-    return {job: state for job, _, state in pairs if job in jobs}
+    fields = (line.strip().partition("|") for line in result.stdout.splitlines())
+    return {job_id: state for job_id, _, state in fields if job_id in job_ids}

@@ -1,8 +1,8 @@
-"""How the job of a run stands, from its files and, seldom, from Slurm.
+"""Status of a run's job, from the job's files and, rarely, from Slurm.
 
-The files that nodes share tell nearly everything. The controller serves thousands, so it is asked
-when a look begins and then every half a minute: why a job waits, and whether one that says nothing
-lives.
+Most of the status follows from files on the shared file system. The controller serves thousands of
+users, so it is queried at the beginning and then every 30 seconds: for the reason of a pending job,
+and to find out whether a job that writes nothing is alive.
 """
 
 from __future__ import annotations
@@ -15,45 +15,53 @@ from pathlib import Path
 
 from flagscale.errors import RunStateError, UnreachableError
 from flagscale.hosts import processes
-from flagscale.hosts.names import compress
+from flagscale.hosts.names import compress_names
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.planning.model import RunnerHandle
 from flagscale.launcher.runners.slurm import files, scheduler
-from flagscale.launcher.runners.slurm.reasons import meaning
-from flagscale.launcher.runners.slurm.scheduler import Job
+from flagscale.launcher.runners.slurm.reasons import explain_reason
+from flagscale.launcher.runners.slurm.scheduler import SlurmJob
 from flagscale.launcher.state import HostState, RunState, load_state
 
-ASK_SECONDS = 30.0
+QUERY_SECONDS = 30.0
 _FIRST_SECONDS = 1.0
-# A job that says nothing and has just ended may be about to: files take a moment to be seen.
+# A job that has just ended may still be about to record how: files take a moment to be visible.
 _SETTLE_SECONDS = 2.0
 
 _ENDS = {
-    "TIMEOUT": "came to its time limit",
+    "TIMEOUT": "reached its time limit",
     "NODE_FAIL": "lost a node",
     "PREEMPTED": "was preempted",
-    "OUT_OF_MEMORY": "was killed for want of memory",
+    "OUT_OF_MEMORY": "was killed because it ran out of memory",
     "CANCELLED": "was cancelled",
-    "BOOT_FAIL": "failed since a node did not boot",
+    "BOOT_FAIL": "failed because a node did not boot",
     "DEADLINE": "missed its deadline",
 }
 _STOPS = frozenset({"TIMEOUT", "PREEMPTED", "CANCELLED", "DEADLINE"})
-_WHYS = {
-    files.TIME: "came to its time limit; its ranks were told to save before",
+_END_REASONS = {
+    files.TIME: "reached its time limit; its ranks were signalled to save before",
     files.CANCELLED: "was ended by Slurm: cancelled, preempted, or at its time limit",
     "requeued": "was started by Slurm more often than slurm.requeue allows",
     "disk": "could not write to its directory",
-    "port": "found no port that is free on its first node",
+    "port": "found no free port on its first node",
 }
 
 
 @dataclass(frozen=True)
-class Standing:
-    """How a job stands: it ``waits`` (why), ``lives``, or is over, with the ``end`` that is not the
-    ranks' own. ``trouble``: why nobody knows. ``cancelled``: it was ended from outside, ``lost``:
-    for want of these nodes. ``suspended``: Slurm lets it rest."""
+class JobStatus:
+    """Status of a job: pending, alive, unknown or over.
 
-    lives: bool = False
+    Attributes:
+        lives: True if the job is running.
+        waits: Reason why the job is pending.
+        trouble: Reason why the status is unknown.
+        end: How the job ended, unless its ranks ended by themselves.
+        cancelled: True if the job was ended from outside.
+        lost: Nodes whose loss ended the job.
+        suspended: True if Slurm has suspended the job.
+    """
+
+    alive: bool = False
     waits: str = ""
     trouble: str = ""
     end: str = ""
@@ -63,174 +71,197 @@ class Standing:
 
     @property
     def over(self) -> bool:
-        return not (self.lives or self.waits or self.trouble)
+        return not (self.alive or self.waits or self.trouble)
 
 
 @lru_cache(maxsize=512)
-def of_run(run_id: str) -> Watch:
-    """The watch of a run, one in a process: whoever looks anew does not ask anew."""
-    return Watch()
+def monitor_of_run(run_id: str) -> JobMonitor:
+    """Return the monitor of a run, one per process, so that repeated queries share its cache."""
+    return JobMonitor()
 
 
-class Watch:
-    """Looks at the job of one run."""
+class JobMonitor:
+    """Monitor of the job of one run, with a cache of Slurm's answers."""
 
     def __init__(self) -> None:
-        self.forget()
-        self._changed_at = self._asked_at
-        self._answer: Job | UnreachableError | None = None
-        self._files: tuple[files.Started | None, files.Ended | None] = (None, None)
-        self._final: Standing | None = None
+        self.invalidate()
+        self._changed_at = self._queried_at
+        self._answer: SlurmJob | UnreachableError | None = None
+        self._files: tuple[files.JobStart | None, files.JobEnd | None] = (None, None)
+        self._final: JobStatus | None = None
 
-    def forget(self) -> None:
-        """Ask again at the next look."""
-        self._asked_at, self._pause = float("-inf"), _FIRST_SECONDS / 2
+    def invalidate(self) -> None:
+        """Query Slurm again at the next call of :meth:`standing`."""
+        self._queried_at, self._pause = float("-inf"), _FIRST_SECONDS / 2
 
-    def standing(self, state: RunState) -> Standing:
-        """How the job stands now."""
-        found = self._final or _written_down(state) or self._look(state)
-        self._final = found if found.over else None
-        return found
+    def status(self, state: RunState) -> JobStatus:
+        """Return the current status of the job."""
+        status = self._final or _recorded_status(state) or self._determine_status(state)
+        self._final = status if status.over else None
+        return status
 
-    def _look(self, state: RunState) -> Standing:
-        directory, handle = files.of_run(state.exp_dir, state.run_id), state.runner.handle
-        begun, ended = files.started(directory), files.ended(directory)
-        if ended is not None and begun is not None and ended.start < begun.start:
-            ended = None
-        final = ended is not None and (not handle.get("requeue") or ended.why in ("", files.STOP))
-        if (begun, ended) != self._files:
-            # What was answered before is of a start that is over, or of none.
-            self._files, self._changed_at = (begun, ended), time.monotonic()
-            self.forget()
-        told = ended is not None and ended.why != files.CANCELLED
-        answer = Job() if final and told else self._ask(state)
-        if final and (isinstance(answer, UnreachableError) or not answer.over):
-            # It has ended: Slurm says why once it is done with it.
-            if isinstance(answer, Job) and time.monotonic() - self._changed_at < ASK_SECONDS:
-                return Standing(lives=True)
-            return Standing(end=_told(state, _WHYS[files.CANCELLED]), cancelled=True)
-        if isinstance(answer, UnreachableError):
-            return Standing(trouble=answer.message)
-        if not answer.over:
-            waits = waiting(state, answer) if answer.waits else ""
-            resting = answer.state == "SUSPENDED"
-            return Standing(lives=not waits, waits=waits, suspended=resting)
-        if ended is not None and told:
-            end = _told(state, _WHYS[ended.why]) if ended.why in _WHYS else ""
-            return _kept(state, Standing(end=end, cancelled=ended.why == files.TIME))
-        return self._explained(state, directory, answer)
-
-    def _ask(self, state: RunState) -> Job | UnreachableError:
-        now, last, (begun, ended) = time.monotonic(), self._answer, self._files
-        if last is None or now - self._asked_at >= self._pause:
-            last = self._answer = ask(state)
-            # Slurm takes a moment to find out why a new job waits, and a job that has begun or
-            # ended to say so: asked less and less, for that may take long.
-            untold = isinstance(last, Job) and (
-                not last.reason if last.waits else begun is None or ended is not None
+    def _determine_status(self, state: RunState) -> JobStatus:
+        directory, handle = files.job_directory(state.exp_dir, state.run_id), state.runner.handle
+        start, end = files.read_start(directory), files.read_end(directory)
+        if end is not None and start is not None and end.start < start.start:
+            end = None
+        final = end is not None and (not handle.get("requeue") or end.why in ("", files.STOP))
+        if (start, end) != self._files:
+            # The cached answer concerns an earlier start of the job, or none.
+            self._files, self._changed_at = (start, end), time.monotonic()
+            self.invalidate()
+        explained = end is not None and end.why != files.CANCELLED
+        job = SlurmJob() if final and explained else self._query_slurm(state)
+        if final and (isinstance(job, UnreachableError) or not job.over):
+            # The job has ended: Slurm gives the reason once it has finished with the job.
+            if isinstance(job, SlurmJob) and time.monotonic() - self._changed_at < QUERY_SECONDS:
+                return JobStatus(alive=True)
+            return JobStatus(
+                end=_describe_job(state, _END_REASONS[files.CANCELLED]), cancelled=True
             )
-            self._pause = min(self._pause * 2, ASK_SECONDS) if untold else ASK_SECONDS
-            self._asked_at = now
-        return last
+        if isinstance(job, UnreachableError):
+            return JobStatus(trouble=job.message)
+        if not job.over:
+            waits = describe_wait(state, job) if job.waits else ""
+            return JobStatus(alive=not waits, waits=waits, suspended=job.state == "SUSPENDED")
+        if end is not None and explained:
+            description = (
+                _describe_job(state, _END_REASONS[end.why]) if end.why in _END_REASONS else ""
+            )
+            return _record_end(state, JobStatus(end=description, cancelled=end.why == files.TIME))
+        return self._explain_end(state, directory, job)
 
-    def _explained(self, state: RunState, directory: Path, answer: Job) -> Standing:
-        """Of a job that is over and has not said how, or that was told to end by Slurm."""
-        # One that was cancelled before it had nodes has no script that could say anything.
-        begun, ended = self._files
-        settling = ended is None and (answer.state != "CANCELLED" or begun is not None)
-        if settling and processes.wait_until(lambda: bool(files.ended(directory)), _SETTLE_SECONDS):
-            self.forget()
-            return Standing(lives=True)
-        job, name = str(state.runner.handle.get("job", "")), str(state.runner.handle["name"])
-        silence = ""
-        if answer.state in ("", "CANCELLED") and job:
+    def _query_slurm(self, state: RunState) -> SlurmJob | UnreachableError:
+        """Return Slurm's answer, cached for up to 30 seconds."""
+        now, answer, (start, end) = time.monotonic(), self._answer, self._files
+        if answer is None or now - self._queried_at >= self._pause:
+            answer = self._answer = query_job(state)
+            # Slurm takes a moment to determine why a new job is pending, and a job to record its
+            # start or end. That may take long, so the interval doubles with each query.
+            incomplete = isinstance(answer, SlurmJob) and (
+                not answer.reason if answer.waits else start is None or end is not None
+            )
+            self._pause = min(self._pause * 2, QUERY_SECONDS) if incomplete else QUERY_SECONDS
+            self._queried_at = now
+        return answer
+
+    def _explain_end(self, state: RunState, directory: Path, answer: SlurmJob) -> JobStatus:
+        """Return the status of a job that ended without a record, or that Slurm has ended."""
+        start, end = self._files
+        # A job that was cancelled before it had nodes has no script that could record its end.
+        settling = end is None and (answer.state != "CANCELLED" or start is not None)
+        if settling and processes.wait_until(
+            lambda: bool(files.read_end(directory)), _SETTLE_SECONDS
+        ):
+            self.invalidate()
+            return JobStatus(alive=True)
+        job_id, name = str(state.runner.handle.get("job", "")), str(state.runner.handle["name"])
+        accounting_error = ""
+        if answer.state in ("", "CANCELLED") and job_id:
             try:
-                found = scheduler.account(job, name)
-                answer = found if found.state and found.over else answer
+                accounted = scheduler.query_accounting(job_id, name)
+                answer = accounted if accounted.state and accounted.over else answer
             except UnreachableError as error:
-                silence = "" if answer.state else error.message
-        lost = _lost(state) if answer.state == "NODE_FAIL" else ""
-        vague = ended is not None and answer.state not in _ENDS
-        cancelled = vague or answer.state in _STOPS
-        end = _told(state, _WHYS[files.CANCELLED] if vague else _end_of(answer))
-        end += f": {lost}" if lost else ""
-        if begun is None and not cancelled:
-            end += f"; its batch script wrote nothing to {directory}"
-            end += ", which nodes have to share with this machine"
-        if silence:
-            # Not written down: it may be told better later.
-            return Standing(end=f"{end}; {silence}", cancelled=cancelled)
-        return _kept(state, Standing(end=end, cancelled=cancelled, lost=lost))
+                accounting_error = "" if answer.state else error.message
+        lost = _find_lost_nodes(state) if answer.state == "NODE_FAIL" else ""
+        ended_by_slurm = end is not None and answer.state not in _ENDS
+        cancelled = ended_by_slurm or answer.state in _STOPS
+        description = _describe_job(
+            state, _END_REASONS[files.CANCELLED] if ended_by_slurm else _describe_end(answer)
+        )
+        if lost:
+            description += f": {lost}"
+        if start is None and not cancelled:
+            description += (
+                f"; its batch script wrote nothing to {directory}, which nodes have to share with "
+                "this machine"
+            )
+        if accounting_error:
+            # Not recorded, because a later query may get a better answer.
+            return JobStatus(end=f"{description}; {accounting_error}", cancelled=cancelled)
+        return _record_end(state, JobStatus(end=description, cancelled=cancelled, lost=lost))
 
 
-def job_of(state: RunState) -> str:
-    """The id of the job. A launcher that was killed early has not written it down."""
+def find_job_id(state: RunState) -> str:
+    """Return the id of the job; a launcher that was killed early may not have recorded it."""
     handle = state.runner.handle
-    return str(handle.get("job") or scheduler.named(str(handle["name"])))
+    return str(handle.get("job") or scheduler.find_job(str(handle["name"])))
 
 
-def ask(state: RunState) -> Job | UnreachableError:
-    """What Slurm says of the job now."""
+def query_job(state: RunState) -> SlurmJob | UnreachableError:
+    """Query Slurm for the job; returns the error if Slurm does not answer."""
     try:
-        job = job_of(state)
-        return scheduler.look(job, str(state.runner.handle["name"])) if job else Job()
+        job = find_job_id(state)
+        return scheduler.query_job(job, str(state.runner.handle["name"])) if job else SlurmJob()
     except UnreachableError as error:
         return error
 
 
-def _end_of(answer: Job) -> str:
-    """How a job ended by Slurm's account of it."""
+def _describe_end(answer: SlurmJob) -> str:
+    """Describe how a job ended, according to Slurm."""
     if not answer.state:
-        return "is not known to Slurm any more and has left no word"
+        return "is unknown to Slurm and left no record of its end"
     by = f" {answer.reason}" if answer.reason.startswith("by ") else ""
     if answer.state in _ENDS:
         return _ENDS[answer.state] + by
     return f"ended as {answer.state}" + (f" ({answer.reason})" if answer.reason else "")
 
 
-def _lost(state: RunState) -> str:
-    """The nodes that a job has lost: those that Slurm takes for down, else those that have not said
-    how they ended."""
+def _find_lost_nodes(state: RunState) -> str:
+    """Return the nodes that a job has lost, as a range expression.
+
+    These are the nodes that Slurm reports as down, else those without a record of their end.
+    """
     names = [host.name for host in state.hosts]
     with suppress(UnreachableError):
-        if down := scheduler.down(names):
-            return compress(down)
-    return compress(host.name for host in state.hosts if host.exit() is None) or names[0]
+        if down := scheduler.find_down_nodes(names):
+            return compress_names(down)
+    return compress_names(host.name for host in state.hosts if host.exit() is None) or names[0]
 
 
-def _written_down(state: RunState) -> Standing | None:
-    """How a job ended that was looked at before."""
-    known = {n: v for n, v in state.runner.handle.items() if n in ("end", "cancelled", "lost")}
-    return Standing(**known) if "end" in known else None
+def _recorded_status(state: RunState) -> JobStatus | None:
+    """Return the recorded status of a job whose end was detected before."""
+    record = {
+        name: value
+        for name, value in state.runner.handle.items()
+        if name in ("end", "cancelled", "lost")
+    }
+    return JobStatus(**record) if "end" in record else None
 
 
-def _told(state: RunState, what: str) -> str:
-    return f"job {state.runner.handle.get('job') or state.runner.handle['name']} {what}"
+def _describe_job(state: RunState, predicate: str) -> str:
+    return f"job {state.runner.handle.get('job') or state.runner.handle['name']} {predicate}"
 
 
-def _kept(state: RunState, found: Standing) -> Standing:
-    """How a job ended, which is written down, for Slurm forgets it within minutes."""
-    files.forget_secrets(files.of_run(state.exp_dir, state.run_id))
-    keep(state, end=found.end, cancelled=found.cancelled, lost=found.lost)
-    return found
+def _record_end(state: RunState, status: JobStatus) -> JobStatus:
+    """Record how a job ended, because Slurm forgets it within minutes, and return the status."""
+    files.remove_secrets(files.job_directory(state.exp_dir, state.run_id))
+    record_job(state, end=status.end, cancelled=status.cancelled, lost=status.lost)
+    return status
 
 
-def keep(state: RunState, hosts: tuple[HostState, ...] = (), **more: object) -> None:
-    """Write down what is known of a job, and of its ``hosts``, unless another run has taken this
-    one's place."""
+def record_job(state: RunState, hosts: tuple[HostState, ...] = (), **properties: object) -> None:
+    """Update the state of a run with properties of its job and its ``hosts``.
+
+    Does nothing if another run has replaced this one in the directory.
+    """
     path = Layout(state.exp_dir).state
-    # A disk that is full, or a state that is damaged: then it is told now, at least.
+    # If the disk is full or the state damaged, the result is at least reported by this process.
     with suppress(OSError, RunStateError):
-        now = load_state(path)
-        if now is not None and now.run_id == state.run_id:
-            handle = {**now.runner.handle, **more}
-            runner = RunnerHandle(now.runner.type, handle)
-            replace(now, runner=runner, hosts=hosts or now.hosts).save(path)
+        current = load_state(path)
+        if current is not None and current.run_id == state.run_id:
+            handle = {**current.runner.handle, **properties}
+            runner = RunnerHandle(current.runner.type, handle)
+            replace(current, runner=runner, hosts=hosts or current.hosts).save(path)
 
 
-def waiting(state: RunState, job: Job) -> str:
-    """Why a job has not started, and when it may."""
-    number = state.runner.handle.get("job", "")
-    told = ": ".join(text for text in (job.reason, meaning(job.reason)) if text)
-    why = f" ({told})" if told else ""
-    return f"job {number} is pending{why}" + (f"; it may start at {job.start}" if job.start else "")
+def describe_wait(state: RunState, job: SlurmJob) -> str:
+    """Describe why a job has not started, and when it may."""
+    job_id = state.runner.handle.get("job", "")
+    explanation = ": ".join(filter(None, (job.reason, explain_reason(job.reason))))
+    text = f"job {job_id} is pending"
+    if explanation:
+        text += f" ({explanation})"
+    if job.start:
+        text += f"; it may start at {job.start}"
+    return text

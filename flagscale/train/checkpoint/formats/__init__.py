@@ -1,6 +1,7 @@
-"""Checkpoints of other programs, read and written a tensor at a time.
+"""Conversion between this project's checkpoints and those of Hugging Face and Megatron-LM.
 
-``tensors`` has tensors that are read when they are asked for, a region at a time; ``tables`` says
-which of one program's tensors make which of the other's; ``huggingface`` and ``distributed`` are
-the formats; ``convert`` goes from one to the other, ``pretrained`` into a model to be trained.
+``lazy_tensors`` reads tensors on demand, a region at a time. ``weight_mappings`` and
+``weight_transforms`` define which Hugging Face tensors make which megatron.core tensor.
+``huggingface``, ``torch_dist``, ``megatron_torch`` and ``megatron_dist`` are the formats.
+``convert`` converts between them, and ``pretrained`` loads any of them into a model to train.
 """

@@ -1,7 +1,8 @@
-"""Low-rank adapters of a checkpoint: merged into the model that they are of, or written for peft.
+"""LoRA adapters of a checkpoint: merging into the base model, and export for peft.
 
-A checkpoint of a run with adapters holds these alone. What peft calls ``lora_A`` and ``lora_B`` are
-ours, but that a layer here stands for several there: each of them gets all of A, and its rows of B.
+A checkpoint of a run with adapters holds the adapters alone. They equal peft's ``lora_A`` and
+``lora_B``, except that one layer here (such as linear_qkv) corresponds to several modules there.
+Each of those gets the whole A and its rows of B.
 """
 
 from __future__ import annotations
@@ -14,98 +15,127 @@ from typing import Any
 
 import torch
 
-from flagscale.config.arguments.adapters import NOT_FOR_PEFT, THEIRS, other_weight
+from flagscale.config.arguments.rules.adapters import (
+    HUGGINGFACE_LAYERS,
+    UNSUPPORTED_BY_PEFT,
+    first_differing_weight,
+)
 from flagscale.errors import CheckpointError
 from flagscale.files import write_atomic
-from flagscale.train.checkpoint.formats.base import Model, Report, format_of, refuse
-from flagscale.train.checkpoint.formats.distributed import newest
-from flagscale.train.checkpoint.formats.metadata import tensors_of
-from flagscale.train.checkpoint.formats.safetensors_file import write_file
-from flagscale.train.checkpoint.formats.sample import sample_of
-from flagscale.train.checkpoint.formats.sidecar_files import PUBLIC, appearing
-from flagscale.train.checkpoint.formats.tensors import Region, Shape, Stored, read
+from flagscale.train.checkpoint.formats.base import (
+    ByteProgress,
+    StoredModel,
+    detect_format,
+    raise_if_any,
+)
+from flagscale.train.checkpoint.formats.chunked_tensors import open_tensors
+from flagscale.train.checkpoint.formats.lazy_tensors import LazyTensor, Region, Shape, read_tensor
+from flagscale.train.checkpoint.formats.safetensors_file import write_safetensors
+from flagscale.train.checkpoint.formats.sidecar_files import PUBLIC, atomic_directory
+from flagscale.train.checkpoint.formats.torch_dist import find_checkpoint
+from flagscale.train.checkpoint.formats.weight_sample import sample_weights
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_OPTIMIZER = "optimizer."
-"""How names of the optimizer's tensors begin."""
+_OPTIMIZER_PREFIX = "optimizer."
+"""Prefix of the names of optimizer tensors."""
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """The adapters of a checkpoint. ``about``: what its manifest says of them; ``pairs``: A and B
-    by the layer's name (``decoder.layers.0.mlp.linear_fc1``)."""
+    """Adapters of a checkpoint.
+
+    Attributes:
+        path: the checkpoint.
+        about: entry ``adapters`` of its manifest.
+        pairs: A ``[rank, in]`` and B ``[out, rank]`` by the layer's name, such as
+            ``decoder.layers.0.mlp.linear_fc1``.
+    """
 
     path: Path
     about: Mapping[str, Any]
-    pairs: Mapping[str, tuple[Stored, Stored]]
+    pairs: Mapping[str, tuple[LazyTensor, LazyTensor]]
 
     @property
     def scale(self) -> float:
+        """Factor of ``B A`` when it is added to the weight: alpha / rank."""
         return float(self.about["alpha"] / self.about["rank"])
 
 
 def read_adapters(path: Path) -> Adapters | None:
-    """The adapters of a checkpoint of ours, or of the newest in a directory; None where it holds a
-    whole model.
+    """Open the adapters of a checkpoint, or of the newest one in a directory.
+
+    Returns:
+        None if the checkpoint holds a whole model.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the checkpoint cannot be read.
     """
-    path, said = newest(path)
-    about = said.get("adapters")
+    path, manifest = find_checkpoint(path)
+    about = manifest.get("adapters")
     if about is None:
         return None
-    stored = dict(tensors_of(path))
+    tensors = dict(open_tensors(path))
     layers = [
         name.removesuffix(".lora_a")
-        for name in stored
-        if name.endswith(".lora_a") and not name.startswith(_OPTIMIZER)
+        for name in tensors
+        if name.endswith(".lora_a") and not name.startswith(_OPTIMIZER_PREFIX)
     ]
-    refuse(path, "lacks tensors", [f"{n}.lora_b" for n in layers if f"{n}.lora_b" not in stored])
-    pairs = {name: (stored[f"{name}.lora_a"], stored[f"{name}.lora_b"]) for name in sorted(layers)}
+    raise_if_any(
+        path, "lacks tensors", [f"{n}.lora_b" for n in layers if f"{n}.lora_b" not in tensors]
+    )
+    pairs = {
+        name: (tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"]) for name in sorted(layers)
+    }
     return Adapters(path, about, pairs)
 
 
-def base_of(adapters: Adapters, given: Path | None = None) -> Model:
-    """The model that adapters are of: ``given``, or the one that they were trained on.
+def open_base_model(adapters: Adapters, directory: Path | None = None) -> StoredModel:
+    """Open the base model of adapters.
+
+    Args:
+        directory: directory of the base model; by default, the one that the adapters were trained
+            on.
 
     Raises:
-        CheckpointError: it is not there, or is another one.
+        CheckpointError: the directory does not exist, or holds another model.
     """
-    path = given or Path(str(adapters.about["base"] or ""))
+    path = directory or Path(str(adapters.about["base"] or ""))
     if not path.is_dir():
         raise CheckpointError(
             f"{adapters.path} holds adapters of {path}, which is not here",
             hint="--base DIR names the model that they are of",
         )
-    base = format_of(path).read(path)
-    wrong = [
-        f"{name}: expected a weight of {list(expected)}, found {_shape(base, name)}"
+    base = detect_format(path).read(path)
+    mismatches = [
+        f"{name}: expected a weight of {list(expected)}, found {_get_weight_shape(base, name)}"
         for name, (a, b) in adapters.pairs.items()
-        if (expected := (b.shape[0], a.shape[1])) != _shape(base, name)
+        if (expected := (b.shape[0], a.shape[1])) != _get_weight_shape(base, name)
     ]
-    if not wrong and (name := other_weight(adapters.about, sample_of(base))):
-        wrong.append(f"{name}: it holds other numbers")
-    refuse(path, f"is not the model that {adapters.path} is of", wrong)
+    if not mismatches and (name := first_differing_weight(adapters.about, sample_weights(base))):
+        mismatches.append(f"{name}: it holds other numbers")
+    raise_if_any(path, f"is not the model that {adapters.path} is of", mismatches)
     return base
 
 
-def _shape(base: Model, layer: str) -> Shape | None:
-    found = base.tensors.get(f"{layer}.weight")
-    return None if found is None else found.shape
+def _get_weight_shape(base: StoredModel, layer: str) -> Shape | None:
+    weight = base.tensors.get(f"{layer}.weight")
+    return None if weight is None else weight.shape
 
 
 @dataclass(frozen=True)
-class _Merged:
-    """``W + scale * B A``, computed in fp32. It is computed whole, and kept until another part of
-    it is asked for no more, so that each number is the same however often it is read."""
+class _MergedWeight:
+    """Merged weight ``W + scale * B A``, computed in fp32.
 
-    weight: Stored
-    inward: Stored
-    outward: Stored
+    It is computed whole and cached until another weight is read, so that every number is the same
+    however often it is read.
+    """
+
+    weight: LazyTensor
+    lora_a: LazyTensor
+    lora_b: LazyTensor
     scale: float
-    kept: list[tuple[Stored, torch.Tensor]] = field(compare=False, repr=False)
-    """The last one computed, of all tensors of a model."""
+    cache: list[tuple[LazyTensor, torch.Tensor]] = field(compare=False, repr=False)
+    """The last computed weight of all merged weights of a model; at most one entry."""
 
     @property
     def shape(self) -> Shape:
@@ -116,64 +146,68 @@ class _Merged:
         return self.weight.dtype
 
     def read(self, region: Region) -> torch.Tensor:
-        if not self.kept or self.kept[0][0] is not self.weight:
-            added = read(self.outward).float() @ read(self.inward).float()
-            whole = read(self.weight).float() + self.scale * added
-            self.kept[:] = [(self.weight, whole.to(self.dtype))]
-        return self.kept[0][1][tuple(slice(begin, end) for begin, end in region)]
+        if not self.cache or self.cache[0][0] is not self.weight:
+            update = read_tensor(self.lora_b).float() @ read_tensor(self.lora_a).float()
+            result = read_tensor(self.weight).float() + self.scale * update
+            self.cache[:] = [(self.weight, result.to(self.dtype))]
+        return self.cache[0][1][tuple(slice(begin, end) for begin, end in region)]
 
 
-def merged(adapters: Adapters, base: Model) -> Model:
-    """The model with its adapters added to its weights."""
-    tensors, kept = dict(base.tensors), list[tuple[Stored, torch.Tensor]]()
+def merge_adapters(adapters: Adapters, base: StoredModel) -> StoredModel:
+    """Return the base model with the adapters added to its weights."""
+    tensors, cache = dict(base.tensors), list[tuple[LazyTensor, torch.Tensor]]()
     for name, pair in adapters.pairs.items():
         weight = tensors[f"{name}.weight"]
-        tensors[f"{name}.weight"] = _Merged(weight, *pair, adapters.scale, kept)
+        tensors[f"{name}.weight"] = _MergedWeight(weight, *pair, adapters.scale, cache)
     return replace(base, path=adapters.path, tensors=tensors)
 
 
-def write_peft(adapters: Adapters, base: Model, path: Path, report: Report) -> Path:
-    """Write adapters as peft reads them, in a directory that is not there yet, or is empty; where
-    it is.
+def write_peft(adapters: Adapters, base: StoredModel, path: Path, report: ByteProgress) -> Path:
+    """Write adapters in peft's format to a directory that does not exist yet or is empty.
+
+    Returns:
+        The directory.
 
     Raises:
-        CheckpointError: peft has no adapters of this kind of model.
+        CheckpointError: peft does not support adapters of this kind of model.
     """
-    if reason := NOT_FOR_PEFT.get(base.kind):
+    if reason := UNSUPPORTED_BY_PEFT.get(base.model_type):
         raise CheckpointError(
-            f"adapters of {base.kind} are not written for peft: {reason}",
+            f"adapters of {base.model_type} are not written for peft: {reason}",
             hint="merge them: flagscale convert CHECKPOINTS OUT",
         )
-    theirs = dict(_theirs(adapters, base))
-    with appearing(path) as parts:
-        write_file(parts.directory / _WEIGHTS, theirs, report)
-        text = json.dumps(_config(adapters, base), indent=2)
-        write_atomic(parts.directory / _CONFIG, text + "\n", PUBLIC)
+    tensors = dict(_iter_peft_tensors(adapters, base))
+    with atomic_directory(path) as output:
+        write_safetensors(output.directory / _WEIGHTS, tensors, report)
+        text = json.dumps(_build_peft_config(adapters, base), indent=2)
+        write_atomic(output.directory / _CONFIG, text + "\n", PUBLIC)
     return path
 
 
-def _theirs(adapters: Adapters, base: Model) -> Iterator[tuple[str, Stored]]:
-    """Adapters by peft's names, of those parts of layers that have some."""
-    trained = _modules(adapters)
-    rules = {entry.name: entry for entry in base.entries()}
+def _iter_peft_tensors(adapters: Adapters, base: StoredModel) -> Iterator[tuple[str, LazyTensor]]:
+    """Yield the adapters by peft's names, for those modules that have adapters."""
+    modules_with_adapters = _list_target_modules(adapters)
+    specs = {spec.name: spec for spec in base.iter_weight_specs()}
     for name, (a, b) in adapters.pairs.items():
-        entry = rules[f"{name}.weight"]
-        outward = entry.rule.split(b, entry.sizes)
-        for (there, _), part in zip(entry.theirs, outward, strict=True):
-            module = there.removesuffix(".weight")
-            if module.rpartition(".")[2] not in trained:
+        entry = specs[f"{name}.weight"]
+        parts = entry.transform.to_huggingface(b, entry.sizes)
+        for (source, _), part in zip(entry.sources, parts, strict=True):
+            module = source.removesuffix(".weight")
+            if module.rpartition(".")[2] not in modules_with_adapters:
                 continue
             layer = f"base_model.model.{module}"
             yield f"{layer}.lora_A.weight", a
             yield f"{layer}.lora_B.weight", part
 
 
-def _modules(adapters: Adapters) -> list[str]:
-    """Hugging Face's names of what has adapters: a layer's here, or of some of its parts."""
-    return [part for name in adapters.about["targets"] for part in THEIRS.get(name, (name,))]
+def _list_target_modules(adapters: Adapters) -> list[str]:
+    """List the Hugging Face modules with adapters, such as ``q_proj``."""
+    return [
+        part for name in adapters.about["targets"] for part in HUGGINGFACE_LAYERS.get(name, (name,))
+    ]
 
 
-def _config(adapters: Adapters, base: Model) -> dict[str, Any]:
+def _build_peft_config(adapters: Adapters, base: StoredModel) -> dict[str, Any]:
     about = adapters.about
     return {
         "peft_type": "LORA",
@@ -182,7 +216,7 @@ def _config(adapters: Adapters, base: Model) -> dict[str, Any]:
         "r": about["rank"],
         "lora_alpha": about["alpha"],
         "lora_dropout": about["dropout"],
-        "target_modules": _modules(adapters),
+        "target_modules": _list_target_modules(adapters),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

@@ -1,4 +1,4 @@
-"""What a format of checkpoints is, and those that there are."""
+"""Checkpoint formats: the interface, the registry, and checks that formats share."""
 
 from __future__ import annotations
 
@@ -9,90 +9,101 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from flagscale.config.arguments.huggingface.models import FURTHER, config_of
+from flagscale.config.arguments.compat.huggingface.models import MTP_LAYERS, config_of
 from flagscale.errors import CheckpointError
 from flagscale.registry import Registry
-from flagscale.train.checkpoint.formats.megatron_layout import Layout
-from flagscale.train.checkpoint.formats.parts import Origin
-from flagscale.train.checkpoint.formats.tables import Entry, entries
-from flagscale.train.checkpoint.formats.tensors import (
-    Alike,
-    Cast,
-    Copies,
+from flagscale.train.checkpoint.formats.lazy_tensors import (
+    CastTensor,
+    LazyTensor,
+    MtpSharedTensor,
+    ReplicatedTensor,
     Shape,
-    Stored,
-    pieces,
-    rows,
-    size_of,
-    whole,
+    count_bytes,
+    full_region,
+    slice_rows,
+    split_region,
 )
+from flagscale.train.checkpoint.formats.megatron_layout import MegatronLayout
+from flagscale.train.checkpoint.formats.resumable_directory import ResumeOptions
+from flagscale.train.checkpoint.formats.weight_mappings import WeightSpec, iter_weights
 
-Report = Callable[[int], None]
-"""Called with bytes that are done."""
-Inspect = Callable[["Model"], None]
-"""Called with what was written, before it gets the name under which it is found."""
-EXPERT_BIAS = ".router.expert_bias"
-_MOST_NAMED, _MOST_PARTS = 20, 8
-_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+ByteProgress = Callable[[int], None]
+"""Callback that is called with the number of bytes processed since its last call."""
+InspectModel = Callable[["StoredModel"], None]
+"""Callback that is called with a written model before the model gets its final name."""
+EXPERT_BIAS_SUFFIX = ".router.expert_bias"
+_MAX_LISTED = 20
+_MAX_LISTED_PARTS = 8
+_EMBEDDING = "embedding.word_embeddings.weight"
+_HEAD = "output_layer.weight"
 _UNTIED = "untie_embeddings_and_output_weights"
-_ANNOUNCING = (
+_UNEXPECTED_TENSORS_HINT = (
     "the model would be another one without them: its args should say so by num_layers, "
     f"add_bias_linear, add_qkv_bias, qk_layernorm, num_experts, {_UNTIED} or the like"
 )
 
 
 @dataclass(frozen=True)
-class Model:
-    """A model's weights and what it is, wherever it lies.
+class StoredModel:
+    """A model's arguments and its lazily read weights, independent of format.
 
-    ``kind`` is its family (``model_type``), ``values`` the arguments that decide which function it
-    is, written out, ``tensors`` its weights by the names of :mod:`.tables`, without padding.
-    ``config`` is the config.json it came with, ``files`` what else belongs to it, a tokenizer's
-    above all, and ``notes`` what is to be said of what was not taken.
+    Attributes:
+        path: directory that it was read from.
+        model_type: its Hugging Face family.
+        values: fully resolved arguments that determine the function it computes.
+        tensors: weights by the names of :mod:`.weight_mappings`, without vocabulary padding.
+        config: the ``config.json`` that it came with.
+        files: files that belong to it, such as the tokenizer's.
+        resume: identity of the conversion, by which an interrupted one is resumed.
+        notes: messages for the user about parts that were left out.
     """
 
     path: Path
-    kind: str
+    model_type: str
     values: Mapping[str, Any]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, LazyTensor]
     config: Mapping[str, Any] | None = None
     files: tuple[Path, ...] = ()
-    origin: Origin | None = None
-    """What lets a conversion of it that was cut go on."""
+    resume: ResumeOptions | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
-        """Bytes of all tensors."""
-        return sum(map(size_of, self.tensors.values()))
+        """Size of all tensors in bytes."""
+        return sum(map(count_bytes, self.tensors.values()))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision of its weights; biases by which experts are chosen may have a higher."""
+        """Dtype of the weights. Expert biases of routers may have a higher precision."""
         return self.tensors[_EMBEDDING].dtype
 
-    def entries(self) -> Iterator[Entry]:
-        """Its tensors, and what they are made of in Hugging Face's."""
-        return entries(self.kind, self.values)
+    def iter_weight_specs(self) -> Iterator[WeightSpec]:
+        """Yield the model's tensors with the Hugging Face tensors that make them."""
+        return iter_weights(self.model_type, self.values)
 
-    def alone(self, why: str = f"{FURTHER} is not set") -> Model:
-        """The same without the layers that predict further tokens; a note says ``why``."""
-        if not self.values[FURTHER]:
+    def without_mtp(self, reason: str = f"{MTP_LAYERS} is not set") -> StoredModel:
+        """Return the model without multi-token prediction layers, with a note that gives the
+        reason.
+        """
+        if not self.values[MTP_LAYERS]:
             return self
         tensors = {
-            name: tensor.places[0] if isinstance(tensor, Alike) else tensor
+            name: tensor.replicas[0] if isinstance(tensor, MtpSharedTensor) else tensor
             for name, tensor in self.tensors.items()
             if not name.startswith("mtp.")
         }
-        note = f"its layers that predict further tokens are left out: {why}"
-        values = {**self.values, FURTHER: None}
+        note = f"its multi-token prediction layers are left out: {reason}"
+        values = {**self.values, MTP_LAYERS: None}
         return replace(self, values=values, tensors=tensors, notes=(*self.notes, note))
 
-    def cast(self, dtype: torch.dtype) -> Model:
-        """The same in another precision, but for the biases by which experts are chosen: they move
-        by less than 16 bits can say."""
+    def cast(self, dtype: torch.dtype) -> StoredModel:
+        """Return the model in another dtype.
+
+        Expert biases of routers stay as they are: their updates are smaller than 16 bits can
+        represent.
+        """
         tensors = {
-            name: tensor if name.endswith(EXPERT_BIAS) else Cast(tensor, dtype)
+            name: tensor if name.endswith(EXPERT_BIAS_SUFFIX) else CastTensor(tensor, dtype)
             for name, tensor in self.tensors.items()
         }
         return replace(self, tensors=tensors)
@@ -100,35 +111,41 @@ class Model:
 
 @runtime_checkable
 class CheckpointFormat(Protocol):
-    """How a program keeps a model on disk."""
+    """On-disk format of a model. Entry points of ``flagscale.checkpoint_formats`` implement it."""
 
     name: str
 
     def recognises(self, path: Path) -> bool:
-        """Whether a directory holds a model in this format."""
+        """Return whether a directory holds a model in this format."""
 
-    def read(self, path: Path) -> Model:
-        """The model in a directory; its tensors are read when they are asked for.
+    def read(self, path: Path) -> StoredModel:
+        """Open the model in a directory. Its tensors are read on demand.
 
         Raises:
-            CheckpointError: what is wrong with it, or cannot be had.
+            CheckpointError: the model is damaged or not supported.
         """
 
-    def write(self, model: Model, path: Path, report: Report, inspect: Inspect) -> Path:
-        """Write a model to a directory that does not exist yet, or is empty; where it is then. What
-        is cut short, or what ``inspect`` raises for, leaves nothing there that looks whole.
+    def write(
+        self, model: StoredModel, path: Path, report: ByteProgress, inspect: InspectModel
+    ) -> Path:
+        """Write a model to a directory that does not exist yet or is empty.
+
+        An interrupted write, or an exception of ``inspect``, leaves nothing that looks complete.
+
+        Returns:
+            The path of the written model.
 
         Raises:
-            CheckpointError: the model cannot be said in this format.
+            CheckpointError: the format cannot represent the model.
         """
 
 
 @runtime_checkable
-class LaidOut(CheckpointFormat, Protocol):
-    """A format whose files are cut for a layout."""
+class LayoutAwareFormat(CheckpointFormat, Protocol):
+    """A format whose files depend on the parallel layout."""
 
-    def laid_out(self, layout: Layout) -> CheckpointFormat:
-        """The same, written for this layout."""
+    def laid_out(self, layout: MegatronLayout) -> CheckpointFormat:
+        """Return the format for a parallel layout."""
 
 
 FORMATS = Registry(
@@ -136,160 +153,188 @@ FORMATS = Registry(
     "checkpoint format",
     {
         "huggingface": "flagscale.train.checkpoint.formats.huggingface:HuggingFace",
-        # Before the last, whose directories have the same names.
-        "torch": "flagscale.train.checkpoint.formats.megatron:MegatronTorch",
-        "megatron_dist": (
-            "flagscale.train.checkpoint.formats.megatron_distributed:MegatronDistributed"
-        ),
-        "torch_dist": "flagscale.train.checkpoint.formats.distributed:Distributed",
+        # Ahead of torch_dist, because its directories have the same names.
+        "torch": "flagscale.train.checkpoint.formats.megatron_torch:MegatronTorch",
+        "megatron_dist": ("flagscale.train.checkpoint.formats.megatron_dist:MegatronDist"),
+        "torch_dist": "flagscale.train.checkpoint.formats.torch_dist:TorchDist",
     },
 )
-"""By the names that ``flagscale convert --to`` takes."""
+"""Formats by the names that ``flagscale convert --to`` takes."""
 
 
-def format_of(path: Path) -> CheckpointFormat:
-    """The format of what lies in a directory.
+def detect_format(path: Path) -> CheckpointFormat:
+    """Detect the format of a directory.
 
     Raises:
-        CheckpointError: it is in none that is known.
+        CheckpointError: no registered format recognizes it.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is no directory")
     for name in FORMATS.names():
-        made: CheckpointFormat = FORMATS.made(name, CheckpointFormat)
-        if made.recognises(path):
-            return made
-    known = ", ".join(FORMATS.names())
+        candidate: CheckpointFormat = FORMATS.create(name, CheckpointFormat)
+        if candidate.recognises(path):
+            return candidate
+    names = ", ".join(FORMATS.names())
     raise CheckpointError(
-        f"{path} holds no model in a known format ({known})",
+        f"{path} holds no model in a known format ({names})",
         hint="a directory of Hugging Face has config.json and *.safetensors; one of checkpoints "
         "iter_… directories",
     )
 
 
-def fitting(
-    path: Path, name: str, parts: Mapping[str, Stored], shapes: Mapping[str, Shape]
+def describe_mismatches(
+    path: Path, name: str, parts: Mapping[str, LazyTensor], shapes: Mapping[str, Shape]
 ) -> Iterator[str]:
-    """What keeps parts from making one tensor: shapes, precisions."""
+    """Yield the reasons why stored parts do not make one tensor.
+
+    Reasons are wrong shapes, mixed dtypes, and dtypes other than floating point of 16 bits or more.
+
+    Args:
+        path: the checkpoint.
+        name: name of the tensor.
+        parts: stored tensors, by name.
+        shapes: expected shape of each part.
+    """
     for part, shape in shapes.items():
         if parts[part].shape != shape:
             yield f"{part}: expected shape {list(shape)}, found {list(parts[part].shape)}"
-    kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in parts.values()}
-    if len(kinds) > 1:
-        few, more = [*parts][:_MOST_PARTS], len(parts) - _MOST_PARTS
-        names = ", ".join(few) + (f" and {more} more" if more > 0 else "")
-        yield f"{names}: one precision expected, found {' and '.join(sorted(kinds))}"
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in parts.values()}
+    if len(dtypes) > 1:
+        more = len(parts) - _MAX_LISTED_PARTS
+        names = ", ".join([*parts][:_MAX_LISTED_PARTS]) + (f" and {more} more" if more > 0 else "")
+        yield f"{names}: one precision expected, found {' and '.join(sorted(dtypes))}"
     for part, tensor in parts.items():
         if not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            yield f"{part}: expected weights of 16 bits or more, found {kind}"
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            yield f"{part}: expected weights of 16 bits or more, found {dtype}"
 
 
-def refuse(path: Path, what: str, items: list[str], hint: str | None = None) -> None:
-    """
+def raise_if_any(path: Path, problem: str, items: list[str], hint: str | None = None) -> None:
+    """Raise an error that lists problems, if there are any.
+
     Raises:
-        CheckpointError: with the items, if there are any.
+        CheckpointError: ``items`` is not empty. At most 20 items are listed.
     """
     if items:
-        more = len(items) - _MOST_NAMED
-        named = items[:_MOST_NAMED] + ([f"and {more} more"] if more > 0 else [])
-        listed = "\n  ".join(named)
-        raise CheckpointError(f"{path} {what}: {listed}", hint=hint)
+        more = len(items) - _MAX_LISTED
+        listed = "\n  ".join(items[:_MAX_LISTED] + ([f"and {more} more"] if more > 0 else []))
+        raise CheckpointError(f"{path} {problem}: {listed}", hint=hint)
 
 
-class UnfitError(Exception):
-    """The parts of a tensor that are found do not make it; ``problems`` tell why."""
+class TensorMismatchError(Exception):
+    """The stored parts of a tensor do not match the model; ``problems`` gives the reasons."""
 
     def __init__(self, problems: list[str]) -> None:
         super().__init__(*problems)
         self.problems = problems
 
 
-class Source(Protocol):
-    """The tensors of a checkpoint that says no names of ours, found one by one."""
+class TensorSource(Protocol):
+    """Tensors of a checkpoint with foreign names, looked up one by one."""
 
-    def find(self, entry: Entry) -> Stored | None:
-        """A tensor of the model; None where there is none.
+    def find_tensor(self, entry: WeightSpec) -> LazyTensor | None:
+        """Return a tensor of the model, or None if the checkpoint lacks it.
 
         Raises:
-            UnfitError: there is, but it is another.
+            TensorMismatchError: its shape or dtype is not the expected one.
         """
 
-    def left(self) -> list[str]:
-        """Weights that nobody has asked for yet, by their names there."""
+    def list_unused(self) -> list[str]:
+        """List the weights that were not looked up, by their names in the checkpoint."""
 
 
-def collect(path: Path, values: Mapping[str, Any], source: Source) -> Model:
-    """The model of arguments written out, its tensors found one by one and without padding.
+def collect_model(path: Path, values: Mapping[str, Any], source: TensorSource) -> StoredModel:
+    """Build a model by looking up each of its tensors in a checkpoint, without vocabulary padding.
+
+    Args:
+        path: the checkpoint, for error messages.
+        values: fully resolved arguments of the model.
+        source: the checkpoint's tensors.
 
     Raises:
-        CheckpointError: some are not found, are not as the arguments say, or are not said by them.
+        CheckpointError: tensors are missing, do not match the arguments, or are unexpected.
     """
-    kind = config_of(values)["model_type"]
-    tensors: dict[str, Stored] = {}
-    lost, wrong = list[str](), list[str]()
-    for entry in Model(path, kind, values, {}).entries():
+    model_type = config_of(values)["model_type"]
+    tensors: dict[str, LazyTensor] = {}
+    missing: list[str] = []
+    mismatches: list[str] = []
+    for entry in StoredModel(path, model_type, values, {}).iter_weight_specs():
         try:
-            found = _found(source, entry, values)
-        except UnfitError as error:
-            wrong += error.problems
+            tensor = _find_tensor(source, entry, values)
+        except TensorMismatchError as error:
+            mismatches += error.problems
             continue
-        if found is None:
-            lost.append(entry.name)
+        if tensor is None:
+            missing.append(entry.name)
         else:
-            tensors[entry.name] = without_padding(entry.name, found, values)
-    refuse(path, "lacks tensors", lost)
-    refuse(path, "has tensors that do not fit its arguments", list(dict.fromkeys(wrong)))
-    refuse(path, "has tensors that its arguments do not announce", source.left(), _ANNOUNCING)
-    return Model(path, kind, values, tensors)
+            tensors[entry.name] = trim_vocabulary(entry.name, tensor, values)
+    raise_if_any(path, "lacks tensors", missing)
+    raise_if_any(path, "has tensors that do not fit its arguments", list(dict.fromkeys(mismatches)))
+    raise_if_any(
+        path,
+        "has tensors that its arguments do not announce",
+        source.list_unused(),
+        _UNEXPECTED_TENSORS_HINT,
+    )
+    return StoredModel(path, model_type, values, tensors)
 
 
-def _found(source: Source, entry: Entry, values: Mapping[str, Any]) -> Stored | None:
-    """A tensor of the model. An output layer that is not announced must be the embedding."""
-    found = source.find(entry)
-    if found is None or entry.name != _EMBEDDING or values[_UNTIED]:
-        return found
-    head = source.find(replace(entry, name=_HEAD))
+def _find_tensor(
+    source: TensorSource, entry: WeightSpec, values: Mapping[str, Any]
+) -> LazyTensor | None:
+    """Find a tensor of the model. An unexpected output layer must equal the embedding."""
+    tensor = source.find_tensor(entry)
+    if tensor is None or entry.name != _EMBEDDING or values[_UNTIED]:
+        return tensor
+    head = source.find_tensor(replace(entry, name=_HEAD))
     if head is None:
-        return found
-    unlike = f"{_HEAD} is there and is not the embedding, but {_UNTIED} is false in its arguments"
-    return Copies((found, head), unlike)
+        return tensor
+    mismatch = f"{_HEAD} is there and is not the embedding, but {_UNTIED} is false in its arguments"
+    return ReplicatedTensor((tensor, head), mismatch)
 
 
-def without_padding(name: str, tensor: Stored, values: Mapping[str, Any]) -> Stored:
-    """An embedding or an output layer cut to the vocabulary."""
+def trim_vocabulary(name: str, tensor: LazyTensor, values: Mapping[str, Any]) -> LazyTensor:
+    """Slice an embedding or output layer to the vocabulary; return every other tensor unchanged."""
     if name not in (_EMBEDDING, _HEAD):
         return tensor
     size = values["vocab_size"]
-    return rows(tensor, 0, size) if tensor.shape[0] > size else tensor
+    return slice_rows(tensor, 0, size) if tensor.shape[0] > size else tensor
 
 
-UNSOUND = "it holds infinities, or what is no number"
+NOT_FINITE = "it holds infinities, or what is no number"
 
 
-def differs(tensor: Stored, other: Stored, report: Report) -> str | None:
-    """What keeps two tensors from being the same, finite numbers, bit by bit; None if nothing."""
-    if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
-        return f"{other.dtype} {list(other.shape)}, expected {tensor.dtype} {list(tensor.shape)}"
-    for region in pieces(whole(tensor.shape), tensor.dtype.itemsize):
-        one, two = (side.read(region).contiguous() for side in (tensor, other))
-        if not are_finite(one):
-            return UNSOUND
-        if not _same_bits(one, two):
+def describe_difference(
+    tensor: LazyTensor, written: LazyTensor, report: ByteProgress
+) -> str | None:
+    """Compare two tensors bit by bit and return the first difference, or None.
+
+    Infinities and NaN count as a difference (:data:`NOT_FINITE`).
+    """
+    if (tensor.dtype, tensor.shape) != (written.dtype, written.shape):
+        return (
+            f"{written.dtype} {list(written.shape)}, expected {tensor.dtype} {list(tensor.shape)}"
+        )
+    for region in split_region(full_region(tensor.shape), tensor.dtype.itemsize):
+        expected, actual = (side.read(region).contiguous() for side in (tensor, written))
+        if not are_finite(expected):
+            return NOT_FINITE
+        if not _have_same_bits(expected, actual):
             return "it is not what it was made of"
-        report(one.nbytes)
+        report(expected.nbytes)
     return None
 
 
 def are_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds neither infinities nor what is no number."""
-    # The extremes are what any such number makes of them, and take a fraction of the time.
+    """Return whether a tensor holds neither infinities nor NaN."""
+    # An infinity or NaN shows in the minimum and maximum, which take a fraction of the time.
     return not tensor.numel() or bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
 
 
-def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two contiguous tensors of one shape hold the same bits."""
-    # Words of 8 bytes are compared several times as fast, where memory is aligned for them.
-    wide = all(side.nbytes % 8 == 0 and side.data_ptr() % 8 == 0 for side in (one, two))
-    kind = torch.int64 if wide else torch.uint8
-    return torch.equal(one.reshape(-1).view(kind), two.reshape(-1).view(kind))
+def _have_same_bits(expected: torch.Tensor, actual: torch.Tensor) -> bool:
+    """Return whether two contiguous tensors of one shape hold the same bits."""
+    # Comparing 8-byte words is several times as fast, if memory is aligned for them.
+    tensors = (expected, actual)
+    aligned = all(tensor.nbytes % 8 == 0 and tensor.data_ptr() % 8 == 0 for tensor in tensors)
+    dtype = torch.int64 if aligned else torch.uint8
+    return torch.equal(expected.reshape(-1).view(dtype), actual.reshape(-1).view(dtype))

@@ -1,12 +1,12 @@
-"""``flagscale convert``: a model from one format of checkpoints to another.
+"""``flagscale convert``: convert a model from one checkpoint format to another.
 
-    flagscale convert /models/Llama-3.2-1B checkpoints/llama      Hugging Face → ours
-    flagscale convert outputs/checkpoints /models/mine            ours → Hugging Face
+    flagscale convert /models/Llama-3.2-1B checkpoints/llama      Hugging Face → FlagScale
+    flagscale convert outputs/checkpoints /models/mine            FlagScale → Hugging Face
     flagscale convert IN OUT --to torch --tensor-model-parallel-size 2    any → Megatron-LM's torch
 
-A tensor is read, rearranged and written at a time, in one process and without a device. What was
-written is read again and compared with what it was made of, bit by bit. A conversion that was cut
-goes on from the files it had finished when the same command is run again.
+One process reads, rearranges and writes one tensor at a time and needs no accelerator. It then
+reads the output again and compares it with the input bit by bit. If a conversion is interrupted,
+running the same command again continues with the files that were finished.
 """
 
 from __future__ import annotations
@@ -24,122 +24,141 @@ from pathlib import Path
 import torch
 
 from flagscale import __version__
-from flagscale.config.arguments.huggingface.models import arguments_of, disagreements
-from flagscale.config.arguments.huggingface.reading import read_config
+from flagscale.config.arguments.compat.huggingface.models import arguments_of, disagreements
+from flagscale.config.arguments.compat.huggingface.reading import read_config
 from flagscale.errors import CheckpointError, FlagscaleError
 from flagscale.train.checkpoint.formats.adapters import (
     Adapters,
-    base_of,
-    merged,
+    merge_adapters,
+    open_base_model,
     read_adapters,
     write_peft,
 )
 from flagscale.train.checkpoint.formats.base import (
     FORMATS,
-    UNSOUND,
+    NOT_FINITE,
+    ByteProgress,
     CheckpointFormat,
-    LaidOut,
-    Model,
-    Report,
-    differs,
-    format_of,
-    refuse,
-    without_padding,
+    LayoutAwareFormat,
+    StoredModel,
+    describe_difference,
+    detect_format,
+    raise_if_any,
+    trim_vocabulary,
 )
-from flagscale.train.checkpoint.formats.megatron_layout import Layout
-from flagscale.train.checkpoint.formats.parts import (
-    Origin,
-    disk_used,
-    identity_of,
+from flagscale.train.checkpoint.formats.lazy_tensors import CastTensor
+from flagscale.train.checkpoint.formats.megatron_layout import MegatronLayout
+from flagscale.train.checkpoint.formats.resumable_directory import (
+    ResumeOptions,
+    fingerprint_files,
     is_partial,
-    partial_of,
+    measure_disk_usage,
+    partial_path,
 )
-from flagscale.train.checkpoint.formats.sidecar_files import beside
-from flagscale.train.checkpoint.formats.tensors import Cast
-from flagscale.train.data.progress import progress
+from flagscale.train.checkpoint.formats.sidecar_files import list_sidecar_files
+from flagscale.train.data.progress_bar import show_progress
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_OURS, _PEFT, _HUGGING_FACE = "torch_dist", "peft", "huggingface"
+_TORCH_DIST = "torch_dist"
+_PEFT = "peft"
+_HUGGING_FACE = "huggingface"
 _LAYOUT = {
-    "--tensor-model-parallel-size": ("tensor", "ranks that share a layer's tensors (1)"),
-    "--pipeline-model-parallel-size": ("pipeline", "stages (1)"),
-    "--expert-model-parallel-size": ("expert", "ranks that share out a layer's experts (1)"),
-    "--num-virtual-stages-per-pipeline-rank": ("chunks", "model chunks of a stage (1)"),
-    "--decoder-first-pipeline-num-layers": ("first", "layers of the first stage, if unlike others"),
-    "--decoder-last-pipeline-num-layers": ("last", "layers of the last stage, if unlike others"),
-    "--make-vocab-size-divisible-by": ("rows", "pads the vocabulary for each tensor rank (1)"),
+    "--tensor-model-parallel-size": ("tensor", "tensor-parallel size (default: 1)"),
+    "--pipeline-model-parallel-size": ("pipeline", "pipeline-parallel size (default: 1)"),
+    "--expert-model-parallel-size": ("expert", "expert-parallel size (default: 1)"),
+    "--num-virtual-stages-per-pipeline-rank": ("chunks", "model chunks per stage (default: 1)"),
+    "--decoder-first-pipeline-num-layers": ("first", "layers of the first stage, if different"),
+    "--decoder-last-pipeline-num-layers": ("last", "layers of the last stage, if different"),
+    "--make-vocab-size-divisible-by": (
+        "rows",
+        "pad the vocabulary to a multiple of this per tensor-parallel rank (default: 1)",
+    ),
 }
-"""Options of a layout: the field that each is, and its help."""
-_OF_LAYERS = ("--transformer-impl", "--moe-grouped-gemm")
-"""Options of a layout that say whose layers it has."""
+"""Options of a parallel layout: the field of :class:`MegatronLayout` and the help text."""
+_LAYER_OPTIONS = ("--transformer-impl", "--moe-grouped-gemm")
+"""Options of a layout that select the implementation of layers."""
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flagscale convert",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("source", metavar="IN", type=Path, help="a model's directory, or one of checkpoints")
-    add("target", metavar="OUT", type=Path, help="where to write; there must be nothing yet")
-    add(
+    parser.add_argument(
+        "source", metavar="IN", type=Path, help="directory of a model or of checkpoints"
+    )
+    parser.add_argument(
+        "target", metavar="OUT", type=Path, help="directory to write; must not exist, or be empty"
+    )
+    parser.add_argument(
         "--to",
         metavar="FORMAT",
-        help="huggingface or torch_dist (the other one than IN's); megatron_dist or torch: "
-        "Megatron-LM's torch_dist or torch; or peft: adapters alone",
+        help="output format: huggingface or torch_dist (default: the one that IN is not); "
+        "megatron_dist or torch: Megatron-LM's torch_dist or torch; peft: LoRA adapters alone",
     )
-    add(
+    parser.add_argument(
         "--base",
         metavar="DIR",
         type=Path,
-        help="the model that adapters are of; the one that they were trained on without it",
+        help="base model of the adapters in IN (default: the model that they were trained on)",
     )
-    add(
+    parser.add_argument(
         "--like",
         metavar="DIR",
         type=Path,
-        help="take config.json and tokenizer from this model of Hugging Face",
+        help="take config.json and tokenizer from this Hugging Face model",
     )
-    add("--dtype", choices=tuple(_PRECISIONS), help="precision to write; IN's without it")
-    add(
+    parser.add_argument(
+        "--dtype", choices=tuple(_PRECISIONS), help="precision of the output (default: that of IN)"
+    )
+    parser.add_argument(
         "--check",
         nargs="?",
         const="",
         metavar="TEXT",
-        help="compare logits with those of transformers, on a text or on ids of tokens (1,2,3)",
+        help="compare logits with those of transformers, on a text or on token ids (1,2,3)",
     )
-    add("--no-verify", action="store_true", help="do not read again what was written")
-    add("--restart", action="store_true", help="begin anew, whatever a cut conversion has finished")
+    parser.add_argument(
+        "--no-verify", action="store_true", help="do not compare the output with the input"
+    )
+    parser.add_argument(
+        "--restart", action="store_true", help="discard the files of an interrupted conversion"
+    )
     _add_layout(parser)
     return parser
 
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "the layout of --to torch", "by Megatron-LM's names; it must train in the same one"
+        "parallel layout of --to torch",
+        "options by Megatron-LM's names; training must use the same layout",
     )
     for name, (field, text) in _LAYOUT.items():
-        group.add_argument(name, dest=field, metavar="N", type=_count, help=text)
+        group.add_argument(name, dest=field, metavar="N", type=_parse_count, help=text)
     group.add_argument(
         "--transformer-impl",
         choices=("transformer_engine", "local"),
-        help="whose layers it has (transformer_engine)",
+        help="implementation of layers (default: transformer_engine)",
     )
-    text = "experts are Transformer Engine's, together"
-    group.add_argument("--moe-grouped-gemm", action="store_true", default=None, help=text)
+    group.add_argument(
+        "--moe-grouped-gemm",
+        action="store_true",
+        default=None,
+        help="experts are a grouped GEMM of Transformer Engine",
+    )
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"expected a whole number from 1, found {text!r}")
     return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert as the command line says; returns the exit code."""
-    options = _parser().parse_args(argv)
-    # Of packages that are not installed; megatron.core is imported for a format's sake.
+    """Run ``flagscale convert``; return the exit code."""
+    options = _build_parser().parse_args(argv)
+    # megatron.core warns about optional packages that conversion does not need.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     try:
         convert(options)
@@ -155,64 +174,73 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def convert(options: argparse.Namespace) -> None:
-    """
+    """Convert a model as the command-line options specify.
+
     Raises:
-        CheckpointError: what cannot be read, said or written, or is not as it was to be.
+        CheckpointError: the input cannot be read, the output format cannot represent it, or the
+            output differs from it.
     """
     source, target = options.source.absolute(), options.target.absolute()
-    reader = format_of(source)
-    name = options.to or (_HUGGING_FACE if reader.name == _OURS else _OURS)
-    adapters = read_adapters(source) if reader.name == _OURS else None
+    reader = detect_format(source)
+    name = options.to or (_HUGGING_FACE if reader.name == _TORCH_DIST else _TORCH_DIST)
+    adapters = read_adapters(source) if reader.name == _TORCH_DIST else None
     if name == _PEFT:
-        _refuse_for_peft(options)
-        _convert_adapters(adapters, source, target, options.base)
+        _check_peft_options(options)
+        _export_adapters(adapters, source, target, options.base)
         return
     if options.check is not None and _HUGGING_FACE not in (name, reader.name):
         raise CheckpointError(
             f"--check compares with transformers, which reads neither {reader.name} nor {name}",
             hint="convert to huggingface, or from it",
         )
-    writer = _writer(name, options)
+    writer = _create_writer(name, options)
     if adapters is None:
         model = reader.read(source)
     else:
-        model = merged(adapters, base_of(adapters, options.base))
+        model = merge_adapters(adapters, open_base_model(adapters, options.base))
     if options.like is not None:
-        model = dressed(model, options.like.absolute())
-    if isinstance(writer, LaidOut):
-        model = model.alone(f"{name} is written without them")
+        model = copy_config(model, options.like.absolute())
+    if isinstance(writer, LayoutAwareFormat):
+        model = model.without_mtp(f"{name} is written without them")
     if options.dtype is not None:
         model = model.cast(_PRECISIONS[options.dtype])
     if options.check is not None:
-        _check_text(model, source if reader.name == _HUGGING_FACE else None, options.check or None)
-    _make_room(model, target)
-    model = replace(model, origin=_origin(options, model, name))
-    with progress("converting") as report:
+        _check_tokens(
+            model, source if reader.name == _HUGGING_FACE else None, options.check or None
+        )
+    _prepare_target(model, target)
+    model = replace(model, resume=_build_resume_options(options, model, name))
+    with show_progress("converting") as report:
         total = model.size * (1 if options.no_verify else 2)
-        count = _counted(report, total)
-        inspect = _trusting if options.no_verify else partial(verify, model, report=count)
-        written = writer.write(model, target, count, inspect)
-    print(f"{model.kind}, {model.size / 1e9:.2f} GB: {written}")
+        count = _accumulate(report, total)
+        inspect = _skip_verification
+        if not options.no_verify:
+            inspect = partial(verify, model, report=count)
+        output = writer.write(model, target, count, inspect)
+    print(f"{model.model_type}, {model.size / 1e9:.2f} GB: {output}")
     for note in model.notes:
         print(f"note: {note}")
     if name == _HUGGING_FACE and not model.files:
         print("no tokenizer was copied: --like takes one from another directory")
     if options.check is not None:
-        _check(model, writer.read(written), name, options.check or None)
+        _compare_logits(model, writer.read(output), name, options.check or None)
 
 
-def _writer(name: str, options: argparse.Namespace) -> CheckpointFormat:
-    """The format to write, in the layout that is given."""
-    writer: CheckpointFormat = FORMATS.made(name, CheckpointFormat)
-    fields = [field for field, _ in _LAYOUT.values()]
-    given = {field: value for field in fields if (value := getattr(options, field)) is not None}
+def _create_writer(name: str, options: argparse.Namespace) -> CheckpointFormat:
+    """Create the output format, for the parallel layout in the options."""
+    writer: CheckpointFormat = FORMATS.create(name, CheckpointFormat)
+    layout = {
+        field: value
+        for field, _ in _LAYOUT.values()
+        if (value := getattr(options, field)) is not None
+    }
     if options.transformer_impl is not None:
-        given["engine"] = options.transformer_impl == "transformer_engine"
+        layout["transformer_engine"] = options.transformer_impl == "transformer_engine"
     if options.moe_grouped_gemm:
-        given["grouped"] = True
-    if isinstance(writer, LaidOut):
-        return writer.laid_out(Layout(**given))
-    if given:
+        layout["grouped_gemm"] = True
+    if isinstance(writer, LayoutAwareFormat):
+        return writer.laid_out(MegatronLayout(**layout))
+    if layout:
         raise CheckpointError(
             f"{name} is of no layout: any one loads it",
             hint="options of a layout are for --to torch",
@@ -220,88 +248,91 @@ def _writer(name: str, options: argparse.Namespace) -> CheckpointFormat:
     return writer
 
 
-def _origin(options: argparse.Namespace, model: Model, name: str) -> Origin:
-    """What the conversion is made of, for one that was cut to be known again."""
+def _build_resume_options(
+    options: argparse.Namespace, model: StoredModel, name: str
+) -> ResumeOptions:
+    """Build the identity of a conversion, by which an interrupted one is recognized."""
     base, like = options.base, options.like
     sources = [model.path, *model.files, *([base.absolute()] if base else [])]
-    given = {**vars(options), "like": like and identity_of([like.absolute()]), "to": name}
+    values = {**vars(options), "like": like and fingerprint_files([like.absolute()]), "to": name}
     ignored = ("source", "target", "base", "check", "no_verify", "restart")
-    chosen = {key: str(value) for key, value in given.items() if key not in ignored}
+    relevant = {key: str(value) for key, value in values.items() if key not in ignored}
     identity = {
-        "its source": identity_of(sources),
-        "what was asked for": json.dumps(chosen),
+        "its source": fingerprint_files(sources),
+        "what was asked for": json.dumps(relevant),
         "the version of this program": __version__,
     }
 
-    def tell(text: str) -> None:
+    def log(text: str) -> None:
         print(text, file=sys.stderr)
 
-    return Origin(identity, tell, options.restart)
+    return ResumeOptions(identity, log, options.restart)
 
 
-def _refuse_for_peft(options: argparse.Namespace) -> None:
-    """Adapters are written as they are."""
-    given = {"--check": options.check, "--like": options.like, "--dtype": options.dtype}
-    given |= {option: getattr(options, field) for option, (field, _) in _LAYOUT.items()}
-    given |= {name: getattr(options, name[2:].replace("-", "_")) for name in _OF_LAYERS}
-    if wrong := [option for option, value in given.items() if value is not None]:
+def _check_peft_options(options: argparse.Namespace) -> None:
+    """Refuse options that would change adapters: they are exported as they are."""
+    values = {"--check": options.check, "--like": options.like, "--dtype": options.dtype}
+    values |= {option: getattr(options, field) for option, (field, _) in _LAYOUT.items()}
+    values |= {name: getattr(options, name[2:].replace("-", "_")) for name in _LAYER_OPTIONS}
+    if unsupported := [option for option, value in values.items() if value is not None]:
         raise CheckpointError(
-            f"{', '.join(wrong)}: --to peft writes the adapters as they are",
+            f"{', '.join(unsupported)}: --to peft writes the adapters as they are",
             hint="merge them first: flagscale convert IN OUT",
         )
 
 
-def _convert_adapters(
+def _export_adapters(
     adapters: Adapters | None, source: Path, target: Path, base: Path | None
 ) -> None:
     if adapters is None:
         raise CheckpointError(f"{source} holds no adapters, but a whole model")
-    model = base_of(adapters, base)
-    _make_room(model, target)
-    written = write_peft(adapters, model, target, lambda _size: None)
-    print(f"adapters of {model.path}, rank {adapters.about['rank']}: {written}")
+    model = open_base_model(adapters, base)
+    _prepare_target(model, target)
+    output = write_peft(adapters, model, target, lambda _size: None)
+    print(f"adapters of {model.path}, rank {adapters.about['rank']}: {output}")
 
 
-def dressed(model: Model, like: Path) -> Model:
-    """A model with the config.json and the tokenizer of another directory, which must be the same
-    but for its weights.
+def copy_config(model: StoredModel, like: Path) -> StoredModel:
+    """Return a model with the ``config.json``, vocabulary size and tokenizer of another directory.
 
     Raises:
-        CheckpointError: it is another model.
+        CheckpointError: the directory's model differs in more than its weights.
     """
     config = read_config(like)
     size = int(arguments_of(config)["vocab_size"])
     values = {**model.values, "vocab_size": None, "seq_length": sys.maxsize}
-    wrong = disagreements(config, values)
-    refuse(like, "is another model", [f"{name}: {text}" for name, text in wrong])
+    differences = disagreements(config, values)
+    raise_if_any(like, "is another model", [f"{name}: {text}" for name, text in differences])
     rows = int(model.values["vocab_size"])
     if size > rows:
         raise CheckpointError(f"{like} has {size} tokens, the model {rows}")
     values = {**model.values, "vocab_size": size}
     tensors = {
-        name: without_padding(name, tensor, values) for name, tensor in model.tensors.items()
+        name: trim_vocabulary(name, tensor, values) for name, tensor in model.tensors.items()
     }
-    kind = str(config["model_type"])
     return replace(
-        model, kind=kind, values=values, tensors=tensors, config=config, files=tuple(beside(like))
+        model,
+        model_type=str(config["model_type"]),
+        values=values,
+        tensors=tensors,
+        config=config,
+        files=tuple(list_sidecar_files(like)),
     )
 
 
-def _is_content(path: Path) -> bool:
-    """Whether something in a directory is more than what a conversion that was killed has left."""
-    return not is_partial(path)
+def _prepare_target(model: StoredModel, target: Path) -> None:
+    """Create the parent of the target; refuse a target that is in use, or a disk that is too small.
 
-
-def _make_room(model: Model, target: Path) -> None:
-    """Refuse a target that is in use, or a disk that is too small."""
-    if target.exists() and (not target.is_dir() or any(map(_is_content, target.iterdir()))):
+    Temporary directories of an interrupted conversion do not count as content. Their files are
+    reused or deleted, so the space that they occupy counts as free.
+    """
+    if target.exists() and (not target.is_dir() or not all(map(is_partial, target.iterdir()))):
         raise CheckpointError(
             f"{target} is there already", hint="name a directory that does not exist"
         )
     existing = next(parent for parent in (target, *target.parents) if parent.exists())
-    # What a conversion that was cut has left is gone on from, or goes.
-    left = sum(map(disk_used, (target, partial_of(target))))
-    free = shutil.disk_usage(existing).free + left
+    reusable = sum(map(measure_disk_usage, (target, partial_path(target))))
+    free = shutil.disk_usage(existing).free + reusable
     if free < model.size:
         raise CheckpointError(
             f"{existing} has {free / 1e9:.1f} GB free, the model takes {model.size / 1e9:.1f} GB"
@@ -309,27 +340,29 @@ def _make_room(model: Model, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _trusting(_written: Model) -> None:
-    """Looks at nothing."""
+def _skip_verification(_written: StoredModel) -> None:
+    """Accept the written model without reading it."""
 
 
-def verify(model: Model, written: Model, *, report: Report) -> None:
-    """Compare what was written with what it was made of, bit by bit.
+def verify(model: StoredModel, written: StoredModel, *, report: ByteProgress) -> None:
+    """Compare a written model with its source, bit by bit.
 
     Raises:
-        CheckpointError: the tensors that differ, or that hold infinities or no numbers.
+        CheckpointError: names the tensors that differ, or that hold infinities or NaN.
     """
-    unsound, changed = list[str](), list[str]()
+    not_finite: list[str] = []
+    changed: list[str] = []
     for name, tensor in model.tensors.items():
-        if text := differs(tensor, written.tensors[name], report):
-            (unsound if text == UNSOUND else changed).append(f"{name}: {text}")
-    rounded = any(isinstance(tensor, Cast) for tensor in model.tensors.values())
-    hint = "--dtype makes infinities of numbers that it has no room for" if rounded else None
-    refuse(model.path, "cannot be used", unsound, hint)
-    refuse(written.path, "is not what it was to be", changed)
+        if text := describe_difference(tensor, written.tensors[name], report):
+            (not_finite if text == NOT_FINITE else changed).append(f"{name}: {text}")
+    is_cast = any(isinstance(tensor, CastTensor) for tensor in model.tensors.values())
+    hint = "--dtype makes infinities of numbers that it has no room for" if is_cast else None
+    raise_if_any(model.path, "cannot be used", not_finite, hint)
+    raise_if_any(written.path, "is not what it was to be", changed)
 
 
-def _counted(report: object, total: int) -> Report:
+def _accumulate(report: object, total: int) -> ByteProgress:
+    """Return a callback that reports the accumulated number of bytes and the total."""
     done = 0
 
     def add(size: int) -> None:
@@ -340,20 +373,24 @@ def _counted(report: object, total: int) -> Report:
     return add
 
 
-def _check_text(model: Model, source: Path | None, text: str | None) -> None:
-    """Refuse what logits could not be compared on, before anything is written. ``source``: the
-    model of Hugging Face that is converted, if it is one."""
-    from flagscale.train.checkpoint.formats.logits import given_tokens
+def _check_tokens(model: StoredModel, source: Path | None, text: str | None) -> None:
+    """Check, before anything is written, that logits can be compared on ``text``.
+
+    ``source`` is the directory of a Hugging Face model that is converted, otherwise None.
+    """
+    from flagscale.train.checkpoint.formats.logits import select_tokens
 
     names = [path.name for path in (model.files if source is None else source.iterdir())]
-    given_tokens(text, model.values["vocab_size"], source or model.path, names)
+    select_tokens(text, model.values["vocab_size"], source or model.path, names)
 
 
-def _check(model: Model, written: Model, name: str, text: str | None) -> None:
-    from flagscale.train.checkpoint.formats.logits import compare
+def _compare_logits(model: StoredModel, written: StoredModel, name: str, text: str | None) -> None:
+    from flagscale.train.checkpoint.formats.logits import compare_logits
 
-    ours, theirs = (model, written) if name == _HUGGING_FACE else (written, model)
-    print(compare(ours, theirs.path, text))
+    if name == _HUGGING_FACE:
+        print(compare_logits(model, written.path, text))
+    else:
+        print(compare_logits(written, model.path, text))
 
 
 if __name__ == "__main__":

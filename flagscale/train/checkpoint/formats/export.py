@@ -1,4 +1,4 @@
-"""Writing a trained model for transformers, from the checkpoint that training ended with."""
+"""Export of a trained model to Hugging Face's and peft's formats at the end of training."""
 
 from __future__ import annotations
 
@@ -8,55 +8,62 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from flagscale.config.arguments.huggingface.models import is_model
+from flagscale.config.arguments.compat.huggingface.models import is_huggingface_model
 from flagscale.errors import CheckpointError
 from flagscale.train.checkpoint.formats.adapters import (
-    base_of,
-    merged,
+    merge_adapters,
+    open_base_model,
     read_adapters,
     write_peft,
 )
-from flagscale.train.checkpoint.formats.base import Model
-from flagscale.train.checkpoint.formats.convert import dressed, verify
-from flagscale.train.checkpoint.formats.distributed import Distributed
+from flagscale.train.checkpoint.formats.base import StoredModel
+from flagscale.train.checkpoint.formats.convert import copy_config, verify
 from flagscale.train.checkpoint.formats.huggingface import HuggingFace
-from flagscale.train.checkpoint.formats.sidecar_files import beside
+from flagscale.train.checkpoint.formats.sidecar_files import list_sidecar_files
+from flagscale.train.checkpoint.formats.torch_dist import TorchDist
 from flagscale.train.checkpoint.store import CheckpointStore
 
 
 def export(args: argparse.Namespace, iteration: int) -> list[Path]:
-    """Write what an iteration's checkpoint holds below ``args.export_huggingface``, adapters merged
-    into their model, and below ``args.export_peft`` adapters alone, in directories of the same
-    name; where they are. What is there already is left as it is. One process calls it.
+    """Export an iteration's checkpoint for transformers and peft. Only one process calls it.
+
+    The model, with adapters merged, is written below ``args.export_huggingface``, and adapters
+    alone below ``args.export_peft``, in directories with the checkpoint's name. Existing ones are
+    kept.
+
+    Returns:
+        The directories.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, or nothing can be written there.
+        CheckpointError: the checkpoint cannot be read, or a directory cannot be written.
     """
     source = CheckpointStore(Path(args.save)).path(iteration)
-    writers = {args.export_huggingface: _write_model, args.export_peft: _write_adapters}
+    writers = {args.export_huggingface: _export_model, args.export_peft: _export_adapters}
     targets = {Path(root) / source.name: write for root, write in writers.items() if root}
     for target, write in targets.items():
         if not target.exists():
-            _reported(partial(write, args, source, target), source, target)
+            _write_with_hint(partial(write, args, source, target), source, target)
     return list(targets)
 
 
-def _write_model(args: argparse.Namespace, source: Path, target: Path) -> None:
+def _export_model(args: argparse.Namespace, source: Path, target: Path) -> None:
     adapters = read_adapters(source)
     if adapters is None:
-        model = _complete(args, Distributed().read(source))
+        model = _add_sidecar_files(args, TorchDist().read(source))
     else:
-        model = merged(adapters, base_of(adapters))
-    HuggingFace().write(model, target, _count, partial(verify, model, report=_count))
+        model = merge_adapters(adapters, open_base_model(adapters))
+    HuggingFace().write(
+        model, target, _ignore_progress, partial(verify, model, report=_ignore_progress)
+    )
 
 
-def _write_adapters(_args: argparse.Namespace, source: Path, target: Path) -> None:
+def _export_adapters(_args: argparse.Namespace, source: Path, target: Path) -> None:
     if adapters := read_adapters(source):
-        write_peft(adapters, base_of(adapters), target, _count)
+        write_peft(adapters, open_base_model(adapters), target, _ignore_progress)
 
 
-def _reported(write: Callable[[], None], source: Path, target: Path) -> None:
-    """Write, with an operating system's error as one that tells what to do."""
+def _write_with_hint(write: Callable[[], None], source: Path, target: Path) -> None:
+    """Call ``write``; raise an operating system's error as one with a hint for the user."""
     try:
         write()
     except OSError as error:
@@ -67,15 +74,14 @@ def _reported(write: Callable[[], None], source: Path, target: Path) -> None:
         ) from error
 
 
-def _complete(args: argparse.Namespace, model: Model) -> Model:
-    """The model with config.json and tokenizer of the one that it came from, or the tokenizer that
-    it was trained with."""
-    if args.pretrained_checkpoint and is_model(Path(args.pretrained_checkpoint)):
-        return dressed(model, Path(args.pretrained_checkpoint))
+def _add_sidecar_files(args: argparse.Namespace, model: StoredModel) -> StoredModel:
+    """Add ``config.json`` and tokenizer of the pretrained model, or the tokenizer of the run."""
+    if args.pretrained_checkpoint and is_huggingface_model(Path(args.pretrained_checkpoint)):
+        return copy_config(model, Path(args.pretrained_checkpoint))
     if args.tokenizer_path and Path(args.tokenizer_path).is_dir():
-        return replace(model, files=tuple(beside(Path(args.tokenizer_path))))
+        return replace(model, files=tuple(list_sidecar_files(Path(args.tokenizer_path))))
     return model
 
 
-def _count(_size: int) -> None:
-    """Nobody watches."""
+def _ignore_progress(_size: int) -> None:
+    """Ignore progress."""

@@ -1,4 +1,4 @@
-"""Directories of Hugging Face: config.json, safetensors, a tokenizer's files."""
+"""Hugging Face's model format: ``config.json``, safetensors files, and tokenizer files."""
 
 from __future__ import annotations
 
@@ -10,204 +10,235 @@ from typing import Any
 
 import torch
 
-from flagscale.config.arguments.huggingface.models import (
-    FURTHER,
+from flagscale.config.arguments.compat.huggingface.models import (
+    MTP_LAYERS,
     arguments_of,
     config_of,
     effective,
-    family_of,
+    huggingface_family_of,
 )
-from flagscale.config.arguments.huggingface.reading import CONFIG, read_config, read_json
-from flagscale.config.arguments.values import shown
+from flagscale.config.arguments.compat.huggingface.reading import CONFIG, read_config, read_json
+from flagscale.config.arguments.spec.values import format_value
 from flagscale.errors import CheckpointError
 from flagscale.files import write_atomic
-from flagscale.train.checkpoint.formats.base import Inspect, Model, Report, fitting, refuse
-from flagscale.train.checkpoint.formats.parts import Parts
-from flagscale.train.checkpoint.formats.safetensors_file import SafetensorsFile, shards, write_file
+from flagscale.train.checkpoint.formats.base import (
+    ByteProgress,
+    InspectModel,
+    StoredModel,
+    describe_mismatches,
+    raise_if_any,
+)
+from flagscale.train.checkpoint.formats.lazy_tensors import LazyTensor, count_bytes, read_tensor
+from flagscale.train.checkpoint.formats.resumable_directory import ResumableDirectory
+from flagscale.train.checkpoint.formats.safetensors_file import (
+    SafetensorsFile,
+    split_into_shards,
+    write_safetensors,
+)
 from flagscale.train.checkpoint.formats.sidecar_files import (
     PUBLIC,
-    appearing,
-    beside,
-    write_companions,
+    atomic_directory,
+    list_sidecar_files,
+    write_sidecar_files,
 )
-from flagscale.train.checkpoint.formats.tables import TABLES, Table, entries
-from flagscale.train.checkpoint.formats.tensors import Stored, read, size_of
+from flagscale.train.checkpoint.formats.weight_mappings import (
+    FAMILY_MAPPINGS,
+    FamilyMapping,
+    iter_weights,
+)
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-_MOST_INDEX = 256 << 20
-_SHARD = 4 << 30
+WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+_MAX_INDEX_BYTES = 256 << 20
+_MAX_SHARD_BYTES = 4 << 30
 
 
 class HuggingFace:
-    """Models that transformers reads and writes."""
+    """Format ``huggingface``: model directories of transformers."""
 
     name = "huggingface"
 
     def recognises(self, path: Path) -> bool:
         return (path / CONFIG).is_file()
 
-    def read(self, path: Path) -> Model:
+    def read(self, path: Path) -> StoredModel:
         config = read_config(path)
-        kind = family_of(config).model_type
-        theirs = _tensors(path)
-        told = effective(arguments_of(config))
-        values, left_out, notes = _with_further(kind, told, theirs)
-        kept = {name: tensor for name, tensor in theirs.items() if name not in left_out}
-        tensors = _ours(path, kind, values, kept)
-        return Model(path, kind, values, tensors, config, tuple(beside(path)), notes=notes)
+        kind = huggingface_family_of(config).model_type
+        stored = _open_tensors(path)
+        arguments = effective(arguments_of(config))
+        values, left_out, notes = _detect_mtp_layers(kind, arguments, stored)
+        included = {name: tensor for name, tensor in stored.items() if name not in left_out}
+        tensors = _convert_tensors(path, kind, values, included)
+        return StoredModel(
+            path, kind, values, tensors, config, tuple(list_sidecar_files(path)), notes=notes
+        )
 
-    def write(self, model: Model, path: Path, report: Report, inspect: Inspect) -> Path:
+    def write(
+        self, model: StoredModel, path: Path, report: ByteProgress, inspect: InspectModel
+    ) -> Path:
         config = model.config
         if config is None:
-            config = config_of(model.values, model.kind)
-        config = {**config, **_counts(model, config)}
-        theirs = dict(_theirs(model))
-        with appearing(path, model.origin) as parts:
-            _write_weights(parts, theirs, report)
-            write_companions(parts.directory, config, theirs, model.files)
-            inspect(self.read(parts.directory))
+            config = config_of(model.values, model.model_type)
+        config = {**config, **_mtp_counts(model, config)}
+        tensors = dict(_iter_huggingface_tensors(model))
+        with atomic_directory(path, model.resume) as output:
+            _write_weights(output, tensors, report)
+            write_sidecar_files(output.directory, config, tensors, model.files)
+            inspect(self.read(output.directory))
         return path
 
 
-def _tensors(path: Path) -> dict[str, Stored]:
-    """Every tensor of the directory's files, by name."""
-    places = _index(path)
-    found: dict[str, Stored] = {}
-    twice: list[str] = []
-    for name in sorted(set(places.values())) or [WEIGHTS]:
+def _open_tensors(path: Path) -> dict[str, LazyTensor]:
+    """Open all tensors in the files of a directory, by name."""
+    files = _read_index(path)
+    tensors: dict[str, LazyTensor] = {}
+    duplicates: list[str] = []
+    for name in sorted(set(files.values())) or [WEIGHTS_FILE]:
         if not (path / name).is_file():
             hint = None
             if any(path.glob("*.bin")):
                 hint = "it has pickles (*.bin): let transformers save it again as safetensors"
             raise CheckpointError(f"{path / name} is missing", hint=hint)
         for tensor, stored in SafetensorsFile(path / name).tensors.items():
-            if tensor in found:
-                twice.append(tensor)
-            found[tensor] = stored
-    refuse(path, "has tensors in several files", twice)
-    lost = [f"{name} (in {places[name]})" for name in places if name not in found]
-    refuse(path, f"lacks tensors that {INDEX} names", lost)
-    return found
+            if tensor in tensors:
+                duplicates.append(tensor)
+            tensors[tensor] = stored
+    raise_if_any(path, "has tensors in several files", duplicates)
+    missing = [f"{name} (in {files[name]})" for name in files if name not in tensors]
+    raise_if_any(path, f"lacks tensors that {INDEX_FILE} names", missing)
+    return tensors
 
 
-def _with_further(
-    kind: str, values: Mapping[str, Any], theirs: Mapping[str, Stored]
+def _detect_mtp_layers(
+    kind: str, values: Mapping[str, Any], stored: Mapping[str, LazyTensor]
 ) -> tuple[Mapping[str, Any], set[str], tuple[str, ...]]:
-    """A model's arguments with the layers behind its last one, which predict further tokens, where
-    its family has such and they are whole; the tensors that are left out, and a note of it."""
-    table = TABLES[kind]
-    places = {name: _behind(name, table, values) for name in theirs if table.further}
-    places = {name: place for name, place in places.items() if place > 0}
-    if not places:
+    """Detect the multi-token prediction layers that follow the last layer, if the family has any.
+
+    Returns:
+        The arguments, with the number of complete layers; the names of tensors to leave out because
+        the layers are incomplete; and notes about that.
+    """
+    table = FAMILY_MAPPINGS[kind]
+    positions = {name: _position_after_last(name, table, values) for name in stored if table.mtp}
+    positions = {name: position for name, position in positions.items() if position > 0}
+    if not positions:
         return values, set(), ()
-    wanted = {**values, FURTHER: max(places.values())}
-    every = [name for entry in entries(kind, wanted) for name, _ in entry.theirs]
-    lost = [name for name in every if name not in theirs and _behind(name, table, values) > 0]
-    if not lost:
-        return wanted, set(), ()
+    extended = {**values, MTP_LAYERS: max(positions.values())}
+    names = [name for entry in iter_weights(kind, extended) for name, _ in entry.sources]
+    missing = [
+        name
+        for name in names
+        if name not in stored and _position_after_last(name, table, values) > 0
+    ]
+    if not missing:
+        return extended, set(), ()
     note = (
-        f"{len(places)} tensors of layers that predict further tokens are left out, since others "
-        f"of them are missing, such as {lost[0]}"
+        f"{len(positions)} tensors of multi-token prediction layers are left out, because others "
+        f"of them are missing, such as {missing[0]}"
     )
-    return values, set(places), (note,)
+    return values, set(positions), (note,)
 
 
-def _behind(name: str, table: Table, values: Mapping[str, Any]) -> int:
-    """How many places behind the model's last layer a tensor's layer is."""
-    found = re.match(rf"{re.escape(table.layers)}(\d+)\.", name)
-    return int(found[1]) + 1 - int(values["num_layers"]) if found else 0
+def _position_after_last(name: str, table: FamilyMapping, values: Mapping[str, Any]) -> int:
+    """Return the position of a tensor's layer after the model's last layer.
+
+    It is 1 for the first layer after it, and at most 0 for a tensor of the model's own layers.
+    """
+    match = re.match(rf"{re.escape(table.layer_prefix)}(\d+)\.", name)
+    return int(match[1]) + 1 - int(values["num_layers"]) if match else 0
 
 
-def _counts(model: Model, config: Mapping[str, Any]) -> dict[str, int]:
-    """How many layers predict further tokens, by the keys of config.json that tell it."""
-    keys, layers = TABLES[model.kind].counts, model.values[FURTHER] or 0
+def _mtp_counts(model: StoredModel, config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of multi-token prediction layers, by its keys in ``config.json``."""
+    keys, layers = FAMILY_MAPPINGS[model.model_type].mtp_count_keys, model.values[MTP_LAYERS] or 0
     return {key: layers for key in keys if key in config or (layers and key == keys[0])}
 
 
-def _index(path: Path) -> dict[str, str]:
-    """Which file has which tensor, of a model in several; empty for one file."""
-    if not (path / INDEX).exists():
+def _read_index(path: Path) -> dict[str, str]:
+    """Read the index that maps tensors to files; empty for a model in a single file."""
+    if not (path / INDEX_FILE).exists():
         return {}
-    places = read_json(path / INDEX, _MOST_INDEX).get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise CheckpointError(f"{path / INDEX}: weight_map: expected files by tensor")
-    for tensor, name in places.items():
-        plain = isinstance(name, str) and re.fullmatch(r"[\w][\w.-]*\.safetensors", name)
-        if not plain:
+    files = read_json(path / INDEX_FILE, _MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise CheckpointError(f"{path / INDEX_FILE}: weight_map: expected files by tensor")
+    for tensor, name in files.items():
+        is_valid = isinstance(name, str) and re.fullmatch(r"[\w][\w.-]*\.safetensors", name)
+        if not is_valid:
             raise CheckpointError(
-                f"{path / INDEX}: {shown(tensor)}: expected the name of a .safetensors file beside "
-                f"it, found {shown(name)}"
+                f"{path / INDEX_FILE}: {format_value(tensor)}: expected the name of a "
+                f".safetensors file beside it, found {format_value(name)}"
             )
-    return places
+    return files
 
 
-def _ours(
-    path: Path, kind: str, values: Mapping[str, Any], theirs: dict[str, Stored]
-) -> dict[str, Stored]:
-    """The tensors by our names, all checked."""
-    table = TABLES[kind]
-    if table.prefix and not any(name.startswith(table.prefix) for name in theirs):
-        theirs = {_prefixed(name, table.prefix): tensor for name, tensor in theirs.items()}
-    left, lost, wrong = set(theirs), list[str](), list[str]()
-    found: dict[str, Stored] = {}
-    for entry in entries(kind, values):
-        shapes = dict(entry.theirs)
-        lost += [name for name in shapes if name not in theirs]
-        left -= shapes.keys()
-        if shapes.keys() <= theirs.keys():
-            parts = {name: theirs[name] for name in shapes}
-            problems = list(fitting(path, entry.name, parts, shapes))
-            wrong += problems
+def _convert_tensors(
+    path: Path, kind: str, values: Mapping[str, Any], stored: dict[str, LazyTensor]
+) -> dict[str, LazyTensor]:
+    """Convert the tensors to megatron.core's names and check that all are present and expected."""
+    table = FAMILY_MAPPINGS[kind]
+    if table.prefix and not any(name.startswith(table.prefix) for name in stored):
+        stored = {_add_prefix(name, table.prefix): tensor for name, tensor in stored.items()}
+    unexpected, missing, mismatches = set(stored), list[str](), list[str]()
+    tensors: dict[str, LazyTensor] = {}
+    for spec in iter_weights(kind, values):
+        shapes = dict(spec.sources)
+        missing += [name for name in shapes if name not in stored]
+        unexpected -= shapes.keys()
+        if shapes.keys() <= stored.keys():
+            parts = {name: stored[name] for name in shapes}
+            problems = list(describe_mismatches(path, spec.name, parts, shapes))
+            mismatches += problems
             if not problems:
-                found[entry.name] = entry.rule.join(list(parts.values()), entry.sizes)
-    refuse(path, "lacks tensors", lost)
-    refuse(path, "has tensors that do not fit its config.json", wrong)
-    left = {name for name in left if not re.fullmatch(table.ignored, name)}
-    if "lm_head.weight" in left and _same(theirs["lm_head.weight"], found):
-        left.remove("lm_head.weight")  # tied, and written all the same
-    refuse(path, f"has tensors that no {kind} model has", sorted(left))
-    return found
+                tensors[spec.name] = spec.transform.to_megatron(list(parts.values()), spec.sizes)
+    raise_if_any(path, "lacks tensors", missing)
+    raise_if_any(path, "has tensors that do not fit its config.json", mismatches)
+    unexpected = {name for name in unexpected if not re.fullmatch(table.ignored, name)}
+    if "lm_head.weight" in unexpected and _equals_embedding(stored["lm_head.weight"], tensors):
+        unexpected.remove("lm_head.weight")  # tied to the embedding, but stored anyway
+    raise_if_any(path, f"has tensors that no {kind} model has", sorted(unexpected))
+    return tensors
 
 
-def _prefixed(name: str, prefix: str) -> str:
+def _add_prefix(name: str, prefix: str) -> str:
     return name if name.startswith("lm_head.") else prefix + name
 
 
-def _same(head: Stored, found: Mapping[str, Stored]) -> bool:
-    embedding = found["embedding.word_embeddings.weight"]
-    return head.shape == embedding.shape and torch.equal(read(head), read(embedding))
+def _equals_embedding(head: LazyTensor, tensors: Mapping[str, LazyTensor]) -> bool:
+    embedding = tensors["embedding.word_embeddings.weight"]
+    return head.shape == embedding.shape and torch.equal(read_tensor(head), read_tensor(embedding))
 
 
-def _theirs(model: Model) -> Iterator[tuple[str, Stored]]:
-    """A model's tensors by Hugging Face's names."""
-    for entry in model.entries():
-        parts = entry.rule.split(model.tensors[entry.name], entry.sizes)
-        for (name, shape), part in zip(entry.theirs, parts, strict=True):
+def _iter_huggingface_tensors(model: StoredModel) -> Iterator[tuple[str, LazyTensor]]:
+    """Yield a model's tensors by Hugging Face's names."""
+    for spec in model.iter_weight_specs():
+        parts = spec.transform.to_huggingface(model.tensors[spec.name], spec.sizes)
+        for (name, shape), part in zip(spec.sources, parts, strict=True):
             if part.shape != shape:
                 raise CheckpointError(
-                    f"{model.path}: {entry.name}: it makes {name} of shape {list(part.shape)}, "
+                    f"{model.path}: {spec.name}: it makes {name} of shape {list(part.shape)}, "
                     f"expected {list(shape)}"
                 )
             yield name, part
 
 
-def _write_weights(parts: Parts, theirs: Mapping[str, Stored], report: Report) -> None:
-    """The weights' files, and which has which tensor where they are several."""
-    files = shards(theirs, _SHARD)
-    names = [WEIGHTS]
+def _write_weights(
+    output: ResumableDirectory, all_tensors: Mapping[str, LazyTensor], report: ByteProgress
+) -> None:
+    """Write the files with weights, and their index if there are several."""
+    files = split_into_shards(all_tensors, _MAX_SHARD_BYTES)
+    names = [WEIGHTS_FILE]
     if len(files) > 1:
         last = len(files)
         names = [f"model-{i:05d}-of-{last:05d}.safetensors" for i in range(1, last + 1)]
     for name, tensors in zip(names, files, strict=True):
-        if parts.kept(name):
-            report(sum(map(size_of, tensors.values())))
+        if output.reuse_file(name):
+            report(sum(map(count_bytes, tensors.values())))
             continue
-        spans = write_file(parts.directory / name, tensors, report)
-        parts.finish(name, spans=spans)
+        spans = write_safetensors(output.directory / name, tensors, report)
+        output.record_file(name, spans=spans)
     if len(files) > 1:
-        places = {
+        weight_map = {
             tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors
         }
-        index = {"metadata": {"total_size": sum(map(size_of, theirs.values()))}}
-        text = json.dumps({**index, "weight_map": dict(sorted(places.items()))}, indent=2)
-        write_atomic(parts.directory / INDEX, text + "\n", PUBLIC)
+        index = {"metadata": {"total_size": sum(map(count_bytes, all_tensors.values()))}}
+        text = json.dumps({**index, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
+        write_atomic(output.directory / INDEX_FILE, text + "\n", PUBLIC)

@@ -1,4 +1,4 @@
-"""Whether two copies of a model are the same function: their logits on some text."""
+"""Comparison of logits between megatron.core and transformers (``flagscale convert --check``)."""
 
 from __future__ import annotations
 
@@ -9,87 +9,100 @@ from typing import Any
 
 import torch
 
-from flagscale.config.arguments.flatten import flatten
-from flagscale.config.arguments.parser import parse_arguments
-from flagscale.config.arguments.resolve import resolve
+from flagscale.config.arguments.derive import derive_arguments
+from flagscale.config.arguments.spec.command_line import words_of
+from flagscale.config.arguments.spec.parser import parse_arguments
 from flagscale.errors import CheckpointError
-from flagscale.train.checkpoint.formats.base import Model
+from flagscale.train.checkpoint.formats.base import StoredModel
 
-_TEXT = (
+_DEFAULT_TEXT = (
     "The quick brown fox jumps over the lazy dog. In 1969, two people walked on the Moon; "
     "12 * 12 = 144. Ceci n'est pas une pipe."
 )
-_RELATIVE = 1e-4
-_IDS = 64
+_RELATIVE_TOLERANCE = 1e-4
+_DEFAULT_TOKENS = 64
 
 
-def compare(ours: Model, theirs: Path, text: str | None) -> str:
-    """A line on how far logits in fp32 are apart; both models are in memory at once.
+def compare_logits(ours: StoredModel, theirs: Path, text: str | None) -> str:
+    """Compare the fp32 logits of two copies of a model. Both are in memory at once.
 
     Args:
-        ours: the model that megatron.core is to be.
-        theirs: the directory that transformers loads.
-        text: what to compare on: text, or ids of tokens with commas between them.
+        ours: model to build with megatron.core.
+        theirs: directory that transformers loads.
+        text: text to compare on, or comma-separated token ids; None for a default text.
+
+    Returns:
+        A line with the largest difference.
 
     Raises:
-        CheckpointError: they are further apart than rounding takes them.
+        CheckpointError: the difference exceeds rounding errors.
     """
-    tokens, what = _tokens(theirs, text, ours.values["vocab_size"])
-    reference = transformers_logits(theirs, tokens, ours.dtype)
-    found = megatron_logits(ours, tokens)
-    apart = float((found - reference).abs().max())
+    tokens, description = _tokenize_text(theirs, text, ours.values["vocab_size"])
+    reference = compute_transformers_logits(theirs, tokens, ours.dtype)
+    logits = compute_megatron_logits(ours, tokens)
+    difference = float((logits - reference).abs().max())
     largest = float(reference.abs().max())
-    line = f"logits on {what}: at most {apart:.2g} apart, the largest is {largest:.3g}"
-    if not apart <= _RELATIVE * max(largest, 0.1):
+    line = f"logits on {description}: at most {difference:.2g} apart, the largest is {largest:.3g}"
+    if not difference <= _RELATIVE_TOLERANCE * max(largest, 0.1):
         raise CheckpointError(f"{line}: this is not the same model")
     return line
 
 
-def given_tokens(
-    text: str | None, vocabulary: int, where: Path, names: Collection[str]
+def select_tokens(
+    text: str | None, vocabulary: int, directory: Path, names: Collection[str]
 ) -> tuple[list[int], str] | None:
-    """What to compare on, in ids and in words, as far as it takes no tokenizer.
+    """Return the tokens to compare on, and their description, if no tokenizer is needed for them.
 
     Args:
-        text: as in :func:`compare`.
-        vocabulary: how many tokens there are.
-        where: the directory that is to have a tokenizer.
-        names: of the files there.
+        text: as in :func:`compare_logits`.
+        vocabulary: number of tokens.
+        directory: directory in which a tokenizer is expected.
+        names: names of the files in it.
+
+    Returns:
+        None if a tokenizer has to be applied.
 
     Raises:
-        CheckpointError: an id is no token's, or a text is given and there is no tokenizer.
+        CheckpointError: a token id is out of range, or a text is given without a tokenizer.
     """
     if text is not None and all(word.strip().isdecimal() for word in text.split(",")):
-        found = [int(word) for word in text.split(",")]
-        if wrong := [token for token in found if token >= vocabulary]:
-            raise CheckpointError(f"--check: {wrong[0]} is no token of {vocabulary}")
-        return found, f"{len(found)} tokens"
+        tokens = [int(word) for word in text.split(",")]
+        if invalid := [token for token in tokens if token >= vocabulary]:
+            raise CheckpointError(f"--check: {invalid[0]} is no token of {vocabulary}")
+        return tokens, f"{len(tokens)} tokens"
     if not {"tokenizer.json", "tokenizer.model"} & {*names}:
         if text is not None:
             raise CheckpointError(
-                f"--check: {where} has no tokenizer", hint="give ids of tokens: 1,2,3"
+                f"--check: {directory} has no tokenizer", hint="give ids of tokens: 1,2,3"
             )
-        return [(7 * i + 1) % vocabulary for i in range(_IDS)], f"{_IDS} made-up tokens"
+        return [
+            (7 * i + 1) % vocabulary for i in range(_DEFAULT_TOKENS)
+        ], f"{_DEFAULT_TOKENS} made-up tokens"
     return None
 
 
-def _tokens(directory: Path, text: str | None, vocabulary: int) -> tuple[list[int], str]:
+def _tokenize_text(directory: Path, text: str | None, vocabulary: int) -> tuple[list[int], str]:
     names = [path.name for path in directory.iterdir()]
-    if given := given_tokens(text, vocabulary, directory, names):
-        return given
+    if selected := select_tokens(text, vocabulary, directory, names):
+        return selected
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    found = list(tokenizer(text or _TEXT)["input_ids"])
-    if not found:
+    tokens = list(tokenizer(text or _DEFAULT_TEXT)["input_ids"])
+    if not tokens:
         raise CheckpointError("--check: the text has no tokens")
-    return found, f"a text of {len(found)} tokens"
+    return tokens, f"a text of {len(tokens)} tokens"
 
 
 @torch.no_grad()
-def transformers_logits(directory: Path, tokens: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Logits ``[sequence, vocabulary]`` of transformers, fp32 on the CPU, of weights rounded to
-    ``dtype``."""
+def compute_transformers_logits(
+    directory: Path, tokens: list[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Compute logits with transformers, in fp32 on the CPU, of weights rounded to ``dtype``.
+
+    Returns:
+        Logits ``[sequence, vocabulary]``.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -101,23 +114,27 @@ def transformers_logits(directory: Path, tokens: list[int], dtype: torch.dtype) 
     return logits
 
 
-def megatron_logits(model: Model, tokens: list[int]) -> torch.Tensor:
-    """Logits ``[sequence, vocabulary]`` of megatron.core, fp32 on the CPU, in this process."""
+def compute_megatron_logits(model: StoredModel, tokens: list[int]) -> torch.Tensor:
+    """Compute logits with megatron.core, in fp32 on the CPU, in this process.
+
+    Returns:
+        Logits ``[sequence, vocabulary]``.
+    """
     from flagscale.train import distributed
     from flagscale.train.build import build_state
-    from flagscale.train.checkpoint.formats.pretrained import fill
-    from flagscale.train.device import choose
-    from flagscale.train.distributed import Rank
-    from flagscale.train.models.config import transformer_config
+    from flagscale.train.checkpoint.formats.pretrained import load_weights
+    from flagscale.train.device import choose_device
+    from flagscale.train.distributed import RankIdentity
+    from flagscale.train.models.config import build_transformer_config
 
-    args = resolve(_arguments(model, len(tokens)), 1)
-    device = choose("cpu", 0)
-    distributed.join(Rank(0, 0, 1), device, backend="gloo", timeout_minutes=1)
+    args = derive_arguments(_build_arguments(model, len(tokens)), 1)
+    device = choose_device("cpu", 0)
+    distributed.init_default_group(RankIdentity(0, 0, 1), device, backend="gloo", timeout_minutes=1)
     try:
-        distributed.lay_out(args)
-        config = transformer_config(args, device)
+        distributed.init_model_parallel(args)
+        config = build_transformer_config(args, device)
         state = build_state(args, config, args.vocab_size, device, draw=False)
-        fill(args, state, model)
+        load_weights(args, state, model)
         gpt: Any = state.modules()[0].eval()
         ids = torch.tensor([tokens])
         positions = torch.arange(len(tokens))[None]
@@ -125,14 +142,14 @@ def megatron_logits(model: Model, tokens: list[int]) -> torch.Tensor:
             logits: torch.Tensor = gpt(ids, positions, None)
         return logits[0]
     finally:
-        distributed.leave()
+        distributed.destroy_groups()
 
 
-def _arguments(model: Model, length: int) -> argparse.Namespace:
-    """Arguments of a run that would train the model in fp32."""
-    own: dict[str, Any] = {
+def _build_arguments(model: StoredModel, length: int) -> argparse.Namespace:
+    """Build the arguments of a run that would train the model in fp32."""
+    arguments: dict[str, Any] = {
         **model.values,
-        "mtp_num_layers": None,  # logits are the head's
+        "mtp_num_layers": None,  # only the output layer's logits are compared
         "make_vocab_size_divisible_by": 1,
         "seq_length": length,
         "lr": 1e-3,
@@ -142,6 +159,6 @@ def _arguments(model: Model, length: int) -> argparse.Namespace:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
-    if (own["max_position_embeddings"] or 0) < length:
-        del own["max_position_embeddings"]
-    return parse_arguments(flatten({"model": own}))
+    if (arguments["max_position_embeddings"] or 0) < length:
+        del arguments["max_position_embeddings"]
+    return parse_arguments(words_of(arguments))

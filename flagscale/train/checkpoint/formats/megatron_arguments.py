@@ -1,4 +1,4 @@
-"""The arguments that a checkpoint of Megatron-LM holds: nothing of them is trusted."""
+"""Validation of the arguments in a Megatron-LM checkpoint, which are untrusted input."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flagscale.config.arguments.huggingface.models import FUNCTION, effective
-from flagscale.config.arguments.huggingface.reading import MOST_PARTS, is_number
-from flagscale.config.arguments.registry import arguments
-from flagscale.config.arguments.spec import Argument
-from flagscale.config.arguments.values import shown
+from flagscale.config.arguments.compat.huggingface.models import MODEL_FUNCTION, effective
+from flagscale.config.arguments.compat.huggingface.reading import MOST_LAYERS, is_number
+from flagscale.config.arguments.spec.argument import Argument
+from flagscale.config.arguments.spec.registry import arguments
+from flagscale.config.arguments.spec.values import format_value
 from flagscale.errors import CheckpointError
+from flagscale.train.checkpoint.formats.lazy_tensors import Shape
 from flagscale.train.checkpoint.formats.megatron_layout import (
     ALIASES,
     EMBEDDING,
     HEAD,
-    Layout,
-    require_shared,
-    values_of,
+    MegatronLayout,
+    extract_values,
+    require_megatron_support,
 )
-from flagscale.train.checkpoint.formats.megatron_unpickler import Unknown
-from flagscale.train.checkpoint.formats.tables import Entry
-from flagscale.train.checkpoint.formats.tensors import Shape
+from flagscale.train.checkpoint.formats.megatron_unpickler import UnknownObject
+from flagscale.train.checkpoint.formats.weight_mappings import WeightSpec
 
-_NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
-_PARTS = (
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+"""Arguments without which the model is undefined."""
+_COUNTS = (
     "num_layers",
     "num_attention_heads",
     "num_query_groups",
@@ -34,61 +35,73 @@ _PARTS = (
     "moe_router_num_groups",
     "moe_router_group_topk",
 )
-"""What is gone through one by one, or counts such things."""
-_MOST_EXPERTS = 1 << 20
-"""Of all layers together."""
-_A_LAYER = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq")
-"""Lists with an item for every layer."""
-_RANKS = (
+"""Arguments that are iterated over, or that count such things, and are therefore bounded."""
+_MAX_EXPERTS = 1 << 20
+"""Maximum number of experts of all layers together."""
+_PER_LAYER = ("moe_layer_freq", "window_attn_skip_freq", "no_rope_freq")
+"""Lists with one item per layer."""
+_PARALLEL_SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
 )
-_STEP = "make_vocab_size_divisible_by"
-_SIZES = ("vocab_size", "padded_vocab_size", _STEP)
-_USUAL_STEP = 128
-_EITHER_WAY = ("window_size",)
-"""Whose numbers may be negative."""
+_VOCABULARY_MULTIPLE = "make_vocab_size_divisible_by"
+_VOCABULARY_SIZES = ("vocab_size", "padded_vocab_size", _VOCABULARY_MULTIPLE)
+_DEFAULT_VOCABULARY_MULTIPLE = 128
+_SIGNED = ("window_size",)
+"""Arguments whose numbers may be negative."""
 
 
-def values_in(args: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The arguments, written out, that say which function the model of a checkpoint is.
+def resolve_arguments(args: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the fully resolved arguments that determine the function of a checkpoint's model.
 
     Raises:
-        CheckpointError: with those that no model has, or that it is none of Megatron-LM's.
+        CheckpointError: names the invalid arguments, or the features that Megatron-LM does not
+            have.
     """
-    _refuse(path, [*_wrong_counts(args, _SIZES), *_wrong_values(args)])
-    given = values_of(args)
-    _refuse(path, _wrong_sizes(given))
-    values = effective(given)
-    require_shared(values, path)
+    _raise_if_invalid(path, [*_check_counts(args, _VOCABULARY_SIZES), *_check_values(args)])
+    arguments_given = extract_values(args)
+    _raise_if_invalid(path, _check_consistency(arguments_given))
+    values = effective(arguments_given)
+    require_megatron_support(values, path)
     return values
 
 
-def layout_in(args: Mapping[str, Any], path: Path) -> Layout:
-    """How many ranks a checkpoint's files are of.
+def read_layout(args: Mapping[str, Any], path: Path) -> MegatronLayout:
+    """Return the parallel layout of a checkpoint's files.
 
     Raises:
-        CheckpointError: some of it are no numbers of ranks.
+        CheckpointError: a parallel size is invalid.
     """
-    _refuse(path, _wrong_counts(args, _RANKS, MOST_PARTS))
-    tensor, pipeline, expert = (_count(args, name) for name in _RANKS)
-    return Layout(tensor, pipeline, expert)
+    _raise_if_invalid(path, _check_counts(args, _PARALLEL_SIZES, MOST_LAYERS))
+    tensor, pipeline, expert = (_get_count(args, name) for name in _PARALLEL_SIZES)
+    return MegatronLayout(tensor, pipeline, expert)
 
 
-def require_same(args: Mapping[str, Any], others: Mapping[str, Any], path: Path) -> None:
-    """
+def require_same_model(args: Mapping[str, Any], other_args: Mapping[str, Any], path: Path) -> None:
+    """Check that the arguments in a rank's file match those of the first rank.
+
+    Args:
+        args: arguments in the first rank's file.
+        other_args: arguments in another rank's file.
+        path: the other rank's file.
+
     Raises:
-        CheckpointError: the arguments of a rank's file, ``others``, are of another model or layout
-            than the first one's.
+        CheckpointError: the arguments are of another model or layout.
     """
-    names = {*FUNCTION, *(name for names in ALIASES.values() for name in names), *_RANKS, *_SIZES}
+    names = {
+        *MODEL_FUNCTION,
+        *(name for names in ALIASES.values() for name in names),
+        *_PARALLEL_SIZES,
+        *_VOCABULARY_SIZES,
+    }
     problems = [
-        f"{name}: {shown(others[name])}, and {shown(args[name])} in the first rank's file"
-        for name in sorted(names & args.keys() & others.keys())
-        if not isinstance(args[name], Unknown)
-        and not isinstance(others[name], Unknown)
-        and args[name] != others[name]
+        f"{name}: {format_value(other_args[name])}, and {format_value(args[name])} in the "
+        "first rank's file"
+        for name in sorted(names & args.keys() & other_args.keys())
+        if not isinstance(args[name], UnknownObject)
+        and not isinstance(other_args[name], UnknownObject)
+        and args[name] != other_args[name]
     ]
     if problems:
         raise CheckpointError(
@@ -97,29 +110,40 @@ def require_same(args: Mapping[str, Any], others: Mapping[str, Any], path: Path)
         )
 
 
-def vocabulary_rows(args: Mapping[str, Any], tokens: int) -> Sequence[int]:
-    """How many rows embedding and output layer may have, the likeliest first: those of all tokens,
-    and of the padding that Megatron-LM adds."""
-    ranks, step = _count(args, _RANKS[0]), _count(args, _STEP, 0)
-    if not step:  # nothing says how far it is padded
-        return range(-(-tokens // ranks) * ranks, tokens + _USUAL_STEP * ranks)
-    return Layout(tensor=ranks, rows=step).padded(tokens), tokens
+def possible_vocabulary_rows(args: Mapping[str, Any], tokens: int) -> Sequence[int]:
+    """Return the possible numbers of rows of embedding and output layer, the likeliest first.
+
+    That is the number of tokens, or the next multiples to which Megatron-LM pads it.
+    """
+    ranks, multiple = (
+        _get_count(args, _PARALLEL_SIZES[0]),
+        _get_count(args, _VOCABULARY_MULTIPLE, 0),
+    )
+    if not multiple:  # the padding is not recorded
+        return range(-(-tokens // ranks) * ranks, tokens + _DEFAULT_VOCABULARY_MULTIPLE * ranks)
+    return MegatronLayout(tensor=ranks, rows=multiple).pad_vocabulary(tokens), tokens
 
 
-def shape_of(entry: Entry, rows: Sequence[int], found: int) -> Shape:
-    """The shape that a tensor is to have, of ``found`` rows where so many are some of ``rows``."""
-    if entry.name not in (EMBEDDING, HEAD):
-        return entry.shape
-    return (found if found in rows else rows[0], *entry.shape[1:])
+def expected_shape(spec: WeightSpec, rows: Sequence[int], stored_rows: int) -> Shape:
+    """Return the expected shape of a tensor.
+
+    Args:
+        spec: the tensor.
+        rows: possible numbers of rows of the vocabulary.
+        stored_rows: number of rows of the stored tensor, accepted if it is one of ``rows``.
+    """
+    if spec.name not in (EMBEDDING, HEAD):
+        return spec.shape
+    return (stored_rows if stored_rows in rows else rows[0], *spec.shape[1:])
 
 
-def _count(args: Mapping[str, Any], name: str, missing: int = 1) -> int:
-    """A number that :func:`_wrong_counts` has looked at."""
+def _get_count(args: Mapping[str, Any], name: str, missing: int = 1) -> int:
+    """Return an argument that :func:`_check_counts` has validated."""
     value = args.get(name)
-    return missing if value is None or isinstance(value, Unknown) else int(value)
+    return missing if value is None or isinstance(value, UnknownObject) else int(value)
 
 
-def _refuse(path: Path, problems: Sequence[str]) -> None:
+def _raise_if_invalid(path: Path, problems: Sequence[str]) -> None:
     if problems:
         raise CheckpointError(
             f"{path}: of its arguments (args): {'; '.join(problems)}",
@@ -127,32 +151,34 @@ def _refuse(path: Path, problems: Sequence[str]) -> None:
         )
 
 
-def _wrong_counts(args: Mapping[str, Any], names: Sequence[str], most: int = 1 << 40) -> list[str]:
-    """What is wrong with whole numbers that may be missing."""
-    given = [(name, args.get(name)) for name in names]
+def _check_counts(
+    args: Mapping[str, Any], names: Sequence[str], maximum: int = 1 << 40
+) -> list[str]:
+    """Describe invalid whole numbers; each may be missing."""
+    values = [(name, args.get(name)) for name in names]
     return [
-        f"{name}: expected a whole number from 1 to {most:,}, found {shown(value)}"
-        for name, value in given
+        f"{name}: expected a whole number from 1 to {maximum:,}, found {format_value(value)}"
+        for name, value in values
         if value is not None
-        and not isinstance(value, Unknown)
-        and not (_is_whole(value) and 1 <= value <= most)
+        and not isinstance(value, UnknownObject)
+        and not (_is_whole_number(value) and 1 <= value <= maximum)
     ]
 
 
-def _wrong_values(args: Mapping[str, Any]) -> list[str]:
-    given = {}
-    for name in FUNCTION:
-        places = [one for one in (*ALIASES.get(name, ()), name) if args.get(one) is not None]
-        given[name] = args[places[0]] if places else None
-        if isinstance(given[name], Unknown):
-            given[name] = None
-    return [text for name, value in given.items() for text in _wrong(name, value)]
+def _check_values(args: Mapping[str, Any]) -> list[str]:
+    values = {}
+    for name in MODEL_FUNCTION:
+        names = [alias for alias in (*ALIASES.get(name, ()), name) if args.get(alias) is not None]
+        values[name] = args[names[0]] if names else None
+        if isinstance(values[name], UnknownObject):
+            values[name] = None
+    return [text for name, value in values.items() for text in _check_value(name, value)]
 
 
-def _wrong(name: str, value: Any) -> Iterator[str]:
-    """What is wrong with a value of one of the arguments that are read."""
+def _check_value(name: str, value: Any) -> Iterator[str]:
+    """Describe an invalid value of a known argument."""
     if value is None:
-        if name in _NEEDED:
+        if name in _REQUIRED:
             yield f"{name}: expected a whole number from 1, it is missing"
         return
     argument = arguments()[name]
@@ -160,53 +186,57 @@ def _wrong(name: str, value: Any) -> Iterator[str]:
     if argument.many and isinstance(value, (list, tuple)):
         items = list(value)
     for item in items:
-        if text := _unfit(argument, item):
-            yield f"{name}: expected {text}, found {shown(value)}"
+        if text := _describe_expected(argument, item):
+            yield f"{name}: expected {text}, found {format_value(value)}"
             return
     if name == "moe_layer_freq" and value == 0:
-        yield f"{name}: expected a whole number from 1 or a list, found {shown(value)}"
+        yield f"{name}: expected a whole number from 1 or a list, found {format_value(value)}"
     if name == "window_size" and not (isinstance(value, (list, tuple)) and len(value) == 2):
-        yield f"{name}: expected two whole numbers, found {shown(value)}"
+        yield f"{name}: expected two whole numbers, found {format_value(value)}"
 
 
-def _unfit(argument: Argument, value: Any) -> str | None:
-    """What an argument's value, or an item of it, was expected to be; None if it is."""
+def _describe_expected(argument: Argument, value: Any) -> str | None:
+    """Return a description of an argument's valid values if ``value`` is not one, else None."""
     if argument.kind == "bool":
-        fits = isinstance(value, (bool, int)) and value in (0, 1)
-        return None if fits else "true or false"
+        is_valid = isinstance(value, (bool, int)) and value in (0, 1)
+        return None if is_valid else "true or false"
     if argument.kind == "str":
         return None if isinstance(value, str) else "a text"
-    least, most = argument.minimum, argument.maximum
+    minimum, maximum = argument.minimum, argument.maximum
     if argument.kind == "int":
-        least = None if argument.name in _EITHER_WAY else least or 0
-        most = MOST_PARTS if argument.name in _PARTS else most
-    fits = _is_whole(value) if argument.kind == "int" else is_number(value)
-    if fits and (least is None or value >= least) and (most is None or value <= most):
+        minimum = None if argument.name in _SIGNED else minimum or 0
+        maximum = MOST_LAYERS if argument.name in _COUNTS else maximum
+    is_valid = _is_whole_number(value) if argument.kind == "int" else is_number(value)
+    if is_valid and (minimum is None or value >= minimum) and (maximum is None or value <= maximum):
         return None
     kind = "a whole number" if argument.kind == "int" else "a number"
-    kind += "" if least is None else f" from {least:.15g}"
-    return kind if most is None else f"{kind} to {most:,.15g}"
+    kind += "" if minimum is None else f" from {minimum:.15g}"
+    return kind if maximum is None else f"{kind} to {maximum:,.15g}"
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole_number(value: Any) -> bool:
     return is_number(value) and value == int(value)
 
 
-def _wrong_sizes(values: Mapping[str, Any]) -> list[str]:
-    """What does not fit together of the values that are given."""
-    layers, wrong = values["num_layers"], []
-    for name in _A_LAYER:
-        each = values.get(name)
-        if isinstance(each, list) and len(each) != layers:
-            wrong.append(f"{name}: expected an item for each of {layers} layers, has {len(each)}")
+def _check_consistency(values: Mapping[str, Any]) -> list[str]:
+    """Describe arguments that contradict each other."""
+    layers, problems = values["num_layers"], []
+    for name in _PER_LAYER:
+        items = values.get(name)
+        if isinstance(items, list) and len(items) != layers:
+            problems.append(
+                f"{name}: expected an item for each of {layers} layers, has {len(items)}"
+            )
     experts = layers * int(values.get("num_moe_experts") or 0)
-    if experts > _MOST_EXPERTS:
-        wrong.append(f"num_experts: {experts:,} in all layers, expected {_MOST_EXPERTS:,} at most")
+    if experts > _MAX_EXPERTS:
+        problems.append(
+            f"num_experts: {experts:,} in all layers, expected {_MAX_EXPERTS:,} at most"
+        )
     heads, groups = values["num_attention_heads"], values.get("num_query_groups") or 1
     if heads % groups:
-        wrong.append(f"num_query_groups: expected a divisor of {heads} heads, found {groups}")
+        problems.append(f"num_query_groups: expected a divisor of {heads} heads, found {groups}")
     if values.get("kv_channels") is None and values["hidden_size"] < heads:
-        wrong.append(f"num_attention_heads: {heads} of hidden_size {values['hidden_size']}")
+        problems.append(f"num_attention_heads: {heads} of hidden_size {values['hidden_size']}")
     if not values["vocab_size"]:
-        wrong.append("vocab_size: expected a whole number from 1, it is missing")
-    return wrong
+        problems.append("vocab_size: expected a whole number from 1, it is missing")
+    return problems

@@ -1,4 +1,4 @@
-"""What Megatron-LM calls and cuts otherwise than we do: tensors, arguments, files."""
+"""Megatron-LM's conventions: names of tensors and arguments, sharding, files of ranks."""
 
 from __future__ import annotations
 
@@ -10,73 +10,87 @@ from typing import Any
 
 import torch
 
-from flagscale.config.arguments.architecture import OWN
-from flagscale.config.arguments.huggingface.models import FUNCTION, FURTHER
+from flagscale.config.arguments.compat.huggingface.models import MODEL_FUNCTION, MTP_LAYERS
+from flagscale.config.arguments.spec.model_arguments import ARCHITECTURE_OPTIONS
 from flagscale.errors import CheckpointError
-from flagscale.train.checkpoint.formats.megatron_unpickler import Unknown
-from flagscale.train.checkpoint.formats.tensors import Copies, Stored, Transposed, joined, rows
+from flagscale.train.checkpoint.formats.lazy_tensors import (
+    LazyTensor,
+    ReplicatedTensor,
+    TransposedTensor,
+    concatenate_rows,
+    slice_rows,
+)
+from flagscale.train.checkpoint.formats.megatron_unpickler import UnknownObject
 
-_WITHOUT_END = ("NullTokenizer", "NullMultimodalTokenizer")
-"""Tokenizers whose ``vocab_size`` does not count the end of a document."""
+_TOKENIZERS_WITHOUT_EOD = ("NullTokenizer", "NullMultimodalTokenizer")
+"""Tokenizers whose ``vocab_size`` does not include the end-of-document token."""
 FILE = "model_optim_rng.pt"
-"""What a rank's directory holds."""
+"""File in each rank's directory."""
 RELEASE = "release"
-"""The directory of a checkpoint that is of no iteration: Megatron-LM takes its weights alone."""
-EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+"""Directory of a checkpoint without an iteration. Megatron-LM loads only its weights."""
+EMBEDDING = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
 EXPERT = re.compile(r"(.*\.mlp\.experts\.)experts\.(linear_fc[12])\.(weight)")
-"""The tensor of all experts of a layer."""
+"""Name of the tensor that stacks all experts of a layer."""
 ALIASES = {
     "num_moe_experts": ("num_experts",),
     "layernorm_epsilon": ("layernorm_epsilon", "norm_epsilon"),
     "layernorm_zero_centered_gamma": ("layernorm_zero_centered_gamma", "apply_layernorm_1p"),
     "bias_activation_fusion": ("bias_gelu_fusion",),
 }
-"""Names of arguments there, where they are others; a later one is of older versions."""
-_QUERIES_AND_KEYS, _BEFORE_MLP = (
-    "self_attention.linear_qkv.layer_norm_",
-    "mlp.linear_fc1.layer_norm_",
-)
-_LOCAL = {_QUERIES_AND_KEYS: "input_layernorm.", _BEFORE_MLP: "pre_mlp_layernorm."}
-"""Names of norms without Transformer Engine, and of a mixture's with it."""
-_LATENT = {
+"""Megatron-LM's names of arguments that differ from this project's. Later names are of older
+versions.
+"""
+_QUERIES_AND_KEYS = "self_attention.linear_qkv.layer_norm_"
+_BEFORE_MLP = "mlp.linear_fc1.layer_norm_"
+_LOCAL_NORMS = {_QUERIES_AND_KEYS: "input_layernorm.", _BEFORE_MLP: "pre_mlp_layernorm."}
+"""Names of norms in Transformer Engine's dense layers, and in local or mixture-of-experts layers.
+"""
+_LATENT_ATTENTION_NORMS = {
     "pre_mlp_layernorm.": _BEFORE_MLP,
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
-"""Names of norms with Transformer Engine where attention is latent: ours are those without it."""
-_LACKING = {
+"""Names of norms in local and in Transformer Engine layers, with multi-latent attention."""
+_MISSING_FEATURES = {
     "sandwich_norm": "norms behind attention and MLP",
     "scale_embeddings": "embeddings that are multiplied by the root of the width",
     "attn_logit_softcapping": "a bound of attention's scores",
     "final_logit_softcapping": "a bound of the logits",
     "window_rotary_base": "a rotary base of layers with windows",
 }
-"""What its layers lack, of :data:`OWN`."""
-_DOWN = re.compile(r".*\.linear_(q|kv)_down_proj\.weight")
-"""Whole on every rank with Transformer Engine, cut by rows without it."""
-_ROWS = re.compile(
+"""Features of :data:`OWN` that Megatron-LM's layers lack."""
+_LATENT_DOWN = re.compile(r".*\.linear_(q|kv)_down_proj\.weight")
+"""Replicated with Transformer Engine, sharded by rows in local layers."""
+_COLUMN_PARALLEL = re.compile(
     r".*(linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|word_embeddings|output_layer)"
     r"\.(weight|bias)"
 )
-_HALVES = re.compile(r".*linear_fc1\.(weight|bias)")
-_COLUMNS = re.compile(r".*(linear_proj|linear_fc2)\.weight")
-_WHOLE = re.compile(r".*(norm|router|position_embeddings).*|.*(linear_proj|linear_fc2)\.bias")
+_FC1 = re.compile(r".*linear_fc1\.(weight|bias)")
+_ROW_PARALLEL = re.compile(r".*(linear_proj|linear_fc2)\.weight")
+_REPLICATED = re.compile(r".*(norm|router|position_embeddings).*|.*(linear_proj|linear_fc2)\.bias")
 
-_STATES = re.compile(
+_NOT_WEIGHTS = re.compile(
     r"(.*\.)?(_extra_state.*|inv_freq|(cos|sin)_cached|(local|global)_tokens_per_expert|ga_steps)"
     r"|(chained_\d+\.)?optimizer\..*|rng_state.*|opt_param_scheduler.*|rerun_state_machine.*"
 )
-"""What lies among a model's weights and decides nothing of what it computes."""
+"""Tensors next to a model's weights that do not affect its function."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a checkpoint of Megatron-LM is cut: ranks in tensor, pipeline and expert parallelism, and
-    the model chunks of a stage.
+class MegatronLayout:
+    """Parallel layout of a Megatron-LM checkpoint.
 
-    ``first`` and ``last`` are the layers of these stages, where they are not as many as those of
-    others. ``engine``: its layers are Transformer Engine's. ``grouped``: so are a layer's experts,
-    together. The vocabulary is padded to a multiple of ``rows`` for each tensor-parallel rank.
+    Attributes:
+        tensor: tensor-parallel size.
+        pipeline: pipeline-parallel size.
+        expert: expert-parallel size.
+        chunks: model chunks (virtual stages) per pipeline stage.
+        first: number of layers of the first stage, if it differs.
+        last: number of layers of the last stage, if it differs.
+        transformer_engine: layers are Transformer Engine's, not local ones.
+        grouped_gemm: experts of a layer are a grouped GEMM of Transformer Engine.
+        rows: the vocabulary is padded to a multiple of this per tensor-parallel rank.
     """
 
     tensor: int = 1
@@ -85,92 +99,103 @@ class Layout:
     chunks: int = 1
     first: int | None = None
     last: int | None = None
-    engine: bool = True
-    grouped: bool = False
+    transformer_engine: bool = True
+    grouped_gemm: bool = False
     rows: int = 1
 
-    def layers(self, count: int) -> list[list[int]]:
-        """Of every model chunk, in the order of layers: those that it has.
+    def split_layers(self, count: int) -> list[list[int]]:
+        """List the layers of every model chunk, in the order of layers.
 
         Raises:
-            CheckpointError: the stages cannot share ``count`` layers out.
+            CheckpointError: ``count`` layers cannot be distributed over the stages.
         """
         ends = [self.first, self.last]
-        given = [size for size in ends if size is not None]
-        if given and self.chunks > 1:
+        fixed = [size for size in ends if size is not None]
+        if fixed and self.chunks > 1:
             raise CheckpointError("stages of unlike sizes are written with one chunk a stage")
-        among = self.pipeline * self.chunks - len(given)
-        left = count - sum(given)
-        if among < 0 or min([left, *given]) < 0 or (left % among if among else left):
+        chunks_left = self.pipeline * self.chunks - len(fixed)
+        layers_left = count - sum(fixed)
+        if (
+            chunks_left < 0
+            or min([layers_left, *fixed]) < 0
+            or (layers_left % chunks_left if chunks_left else layers_left)
+        ):
             raise CheckpointError(
                 f"{count} layers cannot be shared out over {self.pipeline} stages of {self.chunks} "
-                f"chunks{f', of which {given} are given' if given else ''}: expected a multiple"
+                f"chunks{f', of which {fixed} are given' if fixed else ''}: expected a multiple"
             )
-        sizes = [left // among if among else 0] * among
-        sizes = [*ends[:1], *sizes, *ends[1:]] if given else sizes  # type: ignore[list-item]
-        found, begin = [], 0
+        sizes = [layers_left // chunks_left if chunks_left else 0] * chunks_left
+        sizes = [*ends[:1], *sizes, *ends[1:]] if fixed else sizes  # type: ignore[list-item]
+        chunks, begin = [], 0
         for size in [size for size in sizes if size is not None]:
-            found.append(list(range(begin, begin + size)))
+            chunks.append(list(range(begin, begin + size)))
             begin += size
-        return found
+        return chunks
 
-    def directory(self, place: Sequence[int]) -> str:
-        """The name of a rank's directory, by its place in tensor, pipeline, expert parallelism."""
-        name = f"mp_rank_{place[0]:02d}"
-        name += f"_{place[1]:03d}" if self.pipeline > 1 else ""
-        return name + (f"_{place[2]:03d}" if self.expert > 1 else "")
+    def directory(self, coordinates: Sequence[int]) -> str:
+        """Return a rank's directory name; ``coordinates``: tensor, pipeline and expert-parallel
+        rank.
+        """
+        name = f"mp_rank_{coordinates[0]:02d}"
+        name += f"_{coordinates[1]:03d}" if self.pipeline > 1 else ""
+        return name + (f"_{coordinates[2]:03d}" if self.expert > 1 else "")
 
-    def padded(self, vocabulary: int) -> int:
-        """Rows of the embedding and the output layer."""
+    def pad_vocabulary(self, vocabulary: int) -> int:
+        """Return the number of rows of the embedding and the output layer for a vocabulary size."""
         step = self.rows * self.tensor
         return -(-vocabulary // step) * step
 
 
-def rank_file(path: Path, layout: Layout, place: Sequence[int]) -> Path:
-    """
+def find_rank_file(path: Path, layout: MegatronLayout, coordinates: Sequence[int]) -> Path:
+    """Return the path of a rank's file.
+
     Raises:
-        CheckpointError: it is missing.
+        CheckpointError: the file does not exist.
     """
-    found = path / layout.directory(place) / FILE
-    if not found.is_file():
-        raise CheckpointError(f"{found} is missing")
-    return found
+    file = path / layout.directory(coordinates) / FILE
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing")
+    return file
 
 
-def values_of(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a checkpoint's arguments those that say which function the model is, by our names. They
-    are taken as they are (:mod:`.megatron_arguments` looks at them)."""
-    found = {}
-    for name in FUNCTION:
-        given = (args.get(one) for one in ALIASES.get(name, (name,)))
-        value = next((one for one in given if one is not None), None)
+def extract_values(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Extract the arguments that determine the model's function, under this project's names.
+
+    The values are not validated; :mod:`.megatron_arguments` does that.
+    """
+    values = {}
+    for name in MODEL_FUNCTION:
+        candidates = (args.get(alias) for alias in ALIASES.get(name, (name,)))
+        value = next((one for one in candidates if one is not None), None)
         if name in ALIASES and value is None:
             value = args.get(name)
-        if value is not None and not isinstance(value, Unknown):
-            found[name] = list(value) if isinstance(value, tuple) else value
+        if value is not None and not isinstance(value, UnknownObject):
+            values[name] = list(value) if isinstance(value, tuple) else value
     if not args.get("group_query_attention"):
-        found["num_query_groups"] = found.get("num_attention_heads")
+        values["num_query_groups"] = values.get("num_attention_heads")
     if args.get("q_lora_rank", 0) is None:
-        found["q_lora_rank"] = None  # which says something
-    # Tokens, without the rows of padding where it says how many there are.
+        values["q_lora_rank"] = (
+            None  # None differs from a missing value: queries are not compressed
+        )
+    # The number of tokens without padding, if the checkpoint records it.
     sizes = (args.get("padded_vocab_size"), args.get("vocab_size"))
-    padded, tokens = (0 if isinstance(size, Unknown) else int(size or 0) for size in sizes)
+    padded, tokens = (0 if isinstance(size, UnknownObject) else int(size or 0) for size in sizes)
     tokens = tokens or padded
-    if args.get("tokenizer_type") in _WITHOUT_END and tokens < padded:
+    if args.get("tokenizer_type") in _TOKENIZERS_WITHOUT_EOD and tokens < padded:
         tokens += 1
-    found["vocab_size"] = tokens
-    return found
+    values["vocab_size"] = tokens
+    return values
 
 
-def arguments_for(values: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """The arguments of a checkpoint there, of ours."""
-    found = dict(values)
+def build_megatron_arguments(values: Mapping[str, Any], layout: MegatronLayout) -> dict[str, Any]:
+    """Build Megatron-LM's arguments of a checkpoint from this project's."""
+    arguments = dict(values)
     for ours, theirs in ALIASES.items():
-        found.update(dict.fromkeys(theirs, values[ours]))
+        arguments.update(dict.fromkeys(theirs, values[ours]))
     tensor, expert = layout.tensor, layout.expert
     return {
-        **found,
-        "add_position_embedding": True,  # as Megatron-LM has it, whatever the embedding
+        **arguments,
+        "add_position_embedding": True,  # Megatron-LM's default, whatever the embedding
         "ckpt_format": "torch",
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
@@ -180,17 +205,17 @@ def arguments_for(values: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
         "expert_tensor_parallel_size": tensor,
         "group_query_attention": values["num_query_groups"] != values["num_attention_heads"],
         "make_vocab_size_divisible_by": layout.rows,
-        "moe_grouped_gemm": layout.grouped,
-        "padded_vocab_size": layout.padded(values["vocab_size"]),
+        "moe_grouped_gemm": layout.grouped_gemm,
+        "padded_vocab_size": layout.pad_vocabulary(values["vocab_size"]),
         "pipeline_model_parallel_size": layout.pipeline,
         "tensor_model_parallel_size": tensor,
-        "transformer_impl": "transformer_engine" if layout.engine else "local",
+        "transformer_impl": "transformer_engine" if layout.transformer_engine else "local",
         "virtual_pipeline_model_parallel_size": layout.chunks if layout.chunks > 1 else None,
     }
 
 
-def precision_of(dtype: torch.dtype) -> dict[str, Any]:
-    """What the arguments say of the tensors' precision."""
+def build_precision_arguments(dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments that record the dtype of the tensors."""
     return {
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -198,62 +223,87 @@ def precision_of(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def require_shared(values: Mapping[str, Any], path: Path) -> None:
-    """Refuse, by ``path``, a model with parts that Megatron-LM's programs lack, or have otherwise.
+def require_megatron_support(values: Mapping[str, Any], path: Path) -> None:
+    """Refuse a model with features that Megatron-LM does not have.
 
     Raises:
-        CheckpointError: it has some.
+        CheckpointError: the model has such features; ``path`` is named.
     """
-    own = [f"{name}: its layers lack {_LACKING.get(name, name)}" for name in OWN if values[name]]
-    if own:
+    problems = [
+        f"{name}: its layers lack {_MISSING_FEATURES.get(name, name)}"
+        for name in ARCHITECTURE_OPTIONS
+        if values[name]
+    ]
+    if problems:
         raise CheckpointError(
-            f"{path}: Megatron-LM has no such model: {'; '.join(own)}",
+            f"{path}: Megatron-LM has no such model: {'; '.join(problems)}",
             hint="Hugging Face's format and this project's have it",
         )
 
 
 def is_weight(name: str, args: Mapping[str, Any]) -> bool:
-    """Whether a tensor is one that a model is wrong without: no state of a run, and of no layer
-    that predicts further tokens, where there are such."""
-    return not _STATES.fullmatch(name) and not (args.get(FURTHER) and name.startswith("mtp."))
+    """Return whether a tensor is needed for the model's function.
+
+    Training state is not, and neither are multi-token prediction layers if the arguments have some.
+    """
+    return not _NOT_WEIGHTS.fullmatch(name) and not (
+        args.get(MTP_LAYERS) and name.startswith("mtp.")
+    )
 
 
-def spelled(name: str) -> Iterator[str]:
-    """The names that a tensor of ours may have there."""
+def iter_spellings(name: str) -> Iterator[str]:
+    """Yield the names that a tensor may have in Megatron-LM."""
     yield name
-    for ours, theirs in (*_LOCAL.items(), *_LATENT.items()):
-        if ours in name:
-            yield name.replace(ours, theirs)
+    for local_name, alternative in (*_LOCAL_NORMS.items(), *_LATENT_ATTENTION_NORMS.items()):
+        if local_name in name:
+            yield name.replace(local_name, alternative)
 
 
-def spelled_for(name: str, values: Mapping[str, Any], layer: int, *, engine: bool) -> str:
-    """The name that a tensor of ours, of a layer, has there."""
+def spell_for_layer(
+    name: str, values: Mapping[str, Any], layer: int, *, transformer_engine: bool
+) -> str:
+    """Return the name that a layer's tensor has in Megatron-LM.
+
+    Args:
+        name: this project's name.
+        values: the model's arguments.
+        layer: number of the layer in the model.
+        transformer_engine: the layer is Transformer Engine's.
+    """
     sparse = bool(values["num_moe_experts"] and values["moe_layer_freq"][layer])
-    others = _LOCAL
-    if engine and values["multi_latent_attention"]:
-        others = {ours: name for ours, name in _LATENT.items() if name != _BEFORE_MLP or not sparse}
-    elif engine:
-        others = {ours: name for ours, name in _LOCAL.items() if ours == _BEFORE_MLP and sparse}
-    for ours, theirs in others.items():
-        if ours in name:
-            return name.replace(ours, theirs)
+    renamed = _LOCAL_NORMS
+    if transformer_engine and values["multi_latent_attention"]:
+        renamed = {
+            old: new
+            for old, new in _LATENT_ATTENTION_NORMS.items()
+            if new != _BEFORE_MLP or not sparse
+        }
+    elif transformer_engine:
+        renamed = {old: new for old, new in _LOCAL_NORMS.items() if old == _BEFORE_MLP and sparse}
+    for old, new in renamed.items():
+        if old in name:
+            return name.replace(old, new)
     return name
 
 
-def expert_names(name: str, expert: int) -> tuple[str, str] | None:
-    """The names of an expert's part, one by one and grouped; None of what is no experts' tensor."""
-    found = EXPERT.fullmatch(name)
-    if found is None:
+def spell_expert(name: str, expert: int) -> tuple[str, str] | None:
+    """Return the names of one expert's tensor: as a separate layer, and in a grouped GEMM.
+
+    Returns:
+        None if ``name`` is not a tensor of experts.
+    """
+    match = EXPERT.fullmatch(name)
+    if match is None:
         return None
-    before, layer, what = found.groups()
-    return f"{before}local_experts.{expert}.{layer}.{what}", f"{before}{layer}.{what}{expert}"
+    prefix, layer, kind = match.groups()
+    return f"{prefix}local_experts.{expert}.{layer}.{kind}", f"{prefix}{layer}.{kind}{expert}"
 
 
 @dataclass(frozen=True)
-class Padded:
-    """A tensor with rows of zeros behind its own."""
+class PaddedTensor:
+    """A tensor with additional rows of zeros at its end."""
 
-    tensor: Stored
+    tensor: LazyTensor
     rows: int
 
     @property
@@ -265,75 +315,98 @@ class Padded:
         return self.tensor.dtype
 
     def read(self, region: Any) -> torch.Tensor:
-        (begin, end), rest = region[0], region[1:]
-        own = self.tensor.shape[0]
-        found = self.tensor.read(((min(begin, own), min(end, own)), *rest))
-        if end <= own:
-            return found
-        lost = end - max(begin, own)
-        return torch.cat([found, found.new_zeros([lost, *found.shape[1:]])])
+        (begin, end), columns = region[0], region[1:]
+        stored_rows = self.tensor.shape[0]
+        stored = self.tensor.read(((min(begin, stored_rows), min(end, stored_rows)), *columns))
+        if end <= stored_rows:
+            return stored
+        padding = end - max(begin, stored_rows)
+        return torch.cat([stored, stored.new_zeros([padding, *stored.shape[1:]])])
 
 
-def cut(name: str, tensor: Stored, place: int, ranks: int, *, gated: bool, engine: bool) -> Stored:
-    """The part of a tensor that one of several tensor-parallel ranks has.
+def shard_tensor(
+    name: str, tensor: LazyTensor, rank: int, ranks: int, *, gated: bool, transformer_engine: bool
+) -> LazyTensor:
+    """Return a tensor-parallel rank's shard of a tensor.
+
+    Args:
+        rank: tensor-parallel rank.
+        ranks: tensor-parallel size.
+        gated: fc1 is a gate and an up projection, each sharded separately.
+        transformer_engine: the layers are Transformer Engine's.
 
     Raises:
-        CheckpointError: it cannot be cut evenly, or nobody knows how it is cut.
+        CheckpointError: the tensor cannot be sharded evenly, or its sharding is unknown.
     """
-    if ranks == 1 or _WHOLE.fullmatch(name) or (engine and _DOWN.fullmatch(name)):
+    if (
+        ranks == 1
+        or _REPLICATED.fullmatch(name)
+        or (transformer_engine and _LATENT_DOWN.fullmatch(name))
+    ):
         return tensor
-    if _DOWN.fullmatch(name):
-        return _part(name, tensor, place, ranks)
-    if _COLUMNS.fullmatch(name):
-        return Transposed(_part(name, Transposed(tensor), place, ranks))
-    if _HALVES.fullmatch(name) and gated:
+    if _LATENT_DOWN.fullmatch(name):
+        return _shard_rows(name, tensor, rank, ranks)
+    if _ROW_PARALLEL.fullmatch(name):
+        return TransposedTensor(_shard_rows(name, TransposedTensor(tensor), rank, ranks))
+    if _FC1.fullmatch(name) and gated:
         half = tensor.shape[0] // 2
-        sides = (rows(tensor, begin, half) for begin in (0, half))
-        return joined([_part(name, side, place, ranks) for side in sides])
-    if _HALVES.fullmatch(name) or _ROWS.fullmatch(name):
-        return _part(name, tensor, place, ranks)
-    raise _unknown(name)
+        sides = (slice_rows(tensor, begin, half) for begin in (0, half))
+        return concatenate_rows([_shard_rows(name, side, rank, ranks) for side in sides])
+    if _FC1.fullmatch(name) or _COLUMN_PARALLEL.fullmatch(name):
+        return _shard_rows(name, tensor, rank, ranks)
+    raise _unknown_sharding(name)
 
 
-def _part(name: str, tensor: Stored, place: int, ranks: int) -> Stored:
+def _shard_rows(name: str, tensor: LazyTensor, rank: int, ranks: int) -> LazyTensor:
     count = tensor.shape[0]
     if count % ranks:
         raise CheckpointError(f"{name}: {count} rows cannot be cut for {ranks} ranks")
-    return rows(tensor, place * (count // ranks), count // ranks)
+    return slice_rows(tensor, rank * (count // ranks), count // ranks)
 
 
-def uncut(name: str, parts: Sequence[Stored], rows_of: int, *, gated: bool) -> Stored:
-    """A tensor of the parts that tensor-parallel ranks have; ``rows_of``: how many rows it has.
+def unshard_tensor(
+    name: str, shards: Sequence[LazyTensor], whole_rows: int, *, gated: bool
+) -> LazyTensor:
+    """Assemble a tensor from the shards of all tensor-parallel ranks.
+
+    Args:
+        shards: shards in the order of ranks.
+        whole_rows: number of rows of the whole tensor.
+        gated: fc1 is a gate and an up projection, each sharded separately.
 
     Raises:
-        CheckpointError: nobody knows how it is cut.
+        CheckpointError: the sharding of the tensor is unknown.
     """
-    if len(parts) == 1:
-        return parts[0]
-    if _WHOLE.fullmatch(name) or (_DOWN.fullmatch(name) and parts[0].shape[0] == rows_of):
-        return copies(name, parts)
-    if _DOWN.fullmatch(name):
-        return joined(parts)
-    if _COLUMNS.fullmatch(name):
-        return Transposed(joined([Transposed(part) for part in parts]))
-    if _HALVES.fullmatch(name) and gated:
-        half = parts[0].shape[0] // 2
-        return joined([rows(part, begin, half) for begin in (0, half) for part in parts])
-    if _HALVES.fullmatch(name) or _ROWS.fullmatch(name):
-        return joined(parts)
-    raise _unknown(name)
+    if len(shards) == 1:
+        return shards[0]
+    if _REPLICATED.fullmatch(name) or (
+        _LATENT_DOWN.fullmatch(name) and shards[0].shape[0] == whole_rows
+    ):
+        return merge_replicas(name, shards)
+    if _LATENT_DOWN.fullmatch(name):
+        return concatenate_rows(shards)
+    if _ROW_PARALLEL.fullmatch(name):
+        return TransposedTensor(concatenate_rows([TransposedTensor(part) for part in shards]))
+    if _FC1.fullmatch(name) and gated:
+        half = shards[0].shape[0] // 2
+        return concatenate_rows(
+            [slice_rows(part, begin, half) for begin in (0, half) for part in shards]
+        )
+    if _FC1.fullmatch(name) or _COLUMN_PARALLEL.fullmatch(name):
+        return concatenate_rows(shards)
+    raise _unknown_sharding(name)
 
 
-def copies(name: str, parts: Sequence[Stored]) -> Stored:
-    """A tensor that several ranks hold, all of it."""
+def merge_replicas(name: str, parts: Sequence[LazyTensor]) -> LazyTensor:
+    """Return a tensor that several ranks hold completely; its copies are compared as it is read."""
     if len(parts) == 1:
         return parts[0]
-    return Copies(
+    return ReplicatedTensor(
         tuple(parts), f"{name}: the copies of it that ranks have differ, and none is the right one"
     )
 
 
-def _unknown(name: str) -> CheckpointError:
+def _unknown_sharding(name: str) -> CheckpointError:
     return CheckpointError(
         f"{name}: it is not known here how Megatron-LM cuts it for tensor parallelism",
         hint="tensor_model_parallel_size: 1, or its torch_dist format, can be had",

@@ -1,8 +1,8 @@
-"""Megatron-LM's ``torch`` checkpoints without Megatron-LM, and without running what they name.
+"""Restricted reader of Megatron-LM's pickles: works without Megatron-LM and runs no code of theirs.
 
-Beside tensors they hold the program's arguments, generators and enumerations of a whole package.
-What describes tensors and plain containers is read as it is; everything else becomes an object that
-does nothing. Tensors stay in the mapped file.
+In addition to tensors, the files hold the program's arguments, RNG states and enumerations. Tensors
+and plain containers are read as they are. An object of any other class becomes an inert
+:class:`UnknownObject`. Tensors stay in the memory-mapped file.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ import torch
 
 from flagscale.errors import CheckpointError
 
-_KNOWN = {
+_ALLOWED_CLASSES = {
     ("argparse", "Namespace"): argparse.Namespace,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
     ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
     ("torch", "Size"): torch.Size,
 }
-_ZIP = b"PK\x03\x04"
-"""What a file of torch.save begins with; those of old versions are bare pickles."""
+_ZIP_MAGIC = b"PK\x03\x04"
+"""First bytes of a file by torch.save. Files of old versions of torch are bare pickles."""
 
 
-class Unknown:
-    """Stands for what is not read. It may be made of anything and be given any state."""
+class UnknownObject:
+    """Inert replacement of an unpickled object; accepts any construction and any state."""
 
-    def __new__(cls, *_args: Any, **_options: Any) -> Unknown:
+    def __new__(cls, *_args: Any, **_options: Any) -> UnknownObject:
         return super().__new__(cls)
 
     def __init__(self, *_args: Any, **_options: Any) -> None:
         """Nothing is kept."""
 
-    def __call__(self, *_args: Any, **_options: Any) -> Unknown:
+    def __call__(self, *_args: Any, **_options: Any) -> UnknownObject:
         return self
 
     def __setstate__(self, _state: Any) -> None:
@@ -55,53 +55,58 @@ class Unknown:
         """Nothing is kept."""
 
 
-class _Unpickler(pickle.Unpickler):
+class _InertUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _KNOWN:
-            return _KNOWN[module, name]
+        if (module, name) in _ALLOWED_CLASSES:
+            return _ALLOWED_CLASSES[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        return Unknown
+        return UnknownObject
 
 
-_MODULE = ModuleType("flagscale_unpickler")
-_MODULE.Unpickler = _Unpickler  # type: ignore[attr-defined]
+_PICKLE_MODULE = ModuleType("flagscale_unpickler")
+_PICKLE_MODULE.Unpickler = _InertUnpickler  # type: ignore[attr-defined]
 
 
-def load(path: Path) -> dict[str, Any]:
-    """What a rank saved, its tensors mapped.
+def load_pickle(path: Path) -> dict[str, Any]:
+    """Read a file with memory-mapped tensors.
 
     Raises:
         CheckpointError: the file cannot be read.
     """
     _require_mappable(path)
     try:
-        found = torch.load(
-            str(path), map_location="cpu", mmap=True, weights_only=False, pickle_module=_MODULE
+        content = torch.load(
+            str(path),
+            map_location="cpu",
+            mmap=True,
+            weights_only=False,
+            pickle_module=_PICKLE_MODULE,
         )
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise CheckpointError(f"{path} is no checkpoint of Megatron-LM")
-    return found
+    return content
 
 
 def _require_mappable(path: Path) -> None:
-    """
+    """Check that torch can memory-map a file.
+
     Raises:
-        CheckpointError: a file is none of those that torch maps, and what it looks like.
+        CheckpointError: it cannot; the message gives the likely reason.
     """
     try:
         with path.open("rb") as file:
-            begin = file.read(len(_ZIP))
-            whole = zipfile.is_zipfile(file)
+            magic = file.read(len(_ZIP_MAGIC))
+            is_complete_zip = zipfile.is_zipfile(file)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    if whole:
+    if is_complete_zip:
         return
-    if not begin:
+    if not magic:
         raise CheckpointError(f"{path} is empty")
-    if begin == _ZIP:
+    if magic == _ZIP_MAGIC:
         raise CheckpointError(f"{path} is cut: the end of what torch.save wrote is missing")
     raise CheckpointError(
         f"{path} is no checkpoint that torch can map",

@@ -1,4 +1,4 @@
-"""What lies beside a model's weights: its config.json and its tokenizer's files."""
+"""Files of a model directory in addition to its weights: ``config.json`` and the tokenizer."""
 
 from __future__ import annotations
 
@@ -10,56 +10,67 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flagscale.config.arguments.huggingface.reading import CONFIG
-from flagscale.files import sync, write_atomic
-from flagscale.train.checkpoint.formats.parts import Origin, Parts, partial_of, resumable
-from flagscale.train.checkpoint.formats.tensors import Stored
+from flagscale.config.arguments.compat.huggingface.reading import CONFIG
+from flagscale.files import fsync_path, write_atomic
+from flagscale.train.checkpoint.formats.lazy_tensors import LazyTensor
+from flagscale.train.checkpoint.formats.resumable_directory import (
+    ResumableDirectory,
+    ResumeOptions,
+    open_resumable,
+    partial_path,
+)
 
 PUBLIC = 0o644
-_BESIDE = re.compile(
+"""File mode of written files."""
+_SIDECAR_NAMES = re.compile(
     r"generation_config\.json|chat_template\.(json|jinja)|special_tokens_map\.json|"
     r"added_tokens\.json|tokenizer.*\.(json|model)|vocab\.(json|txt)|merges\.txt|.*\.tiktoken|"
     r"LICENSE.*|README\.md"
 )
-"""What belongs to a model and is copied with it. No code is."""
+"""Names of files that are copied together with a model. Code is never copied."""
 
 
 @contextmanager
-def appearing(path: Path, origin: Origin | None = None) -> Iterator[Parts]:
-    """A directory to write into, which becomes ``path`` when the context ends, on the disk too;
-    where that fails there is none, and of an ``origin`` what is finished waits beside it
-    (:func:`resumable`). ``path`` is not there yet, or is empty."""
-    partial = partial_of(path)
-    with resumable(partial, origin) as parts:
-        yield parts
+def atomic_directory(
+    path: Path, resume: ResumeOptions | None = None
+) -> Iterator[ResumableDirectory]:
+    """Context manager for writing a directory that gets its final name only when it is complete.
+
+    ``path`` must not exist yet, or be empty. On success, the directory is flushed to disk and
+    renamed to ``path``. On failure, ``path`` does not exist; with ``resume``, finished files stay
+    in a temporary directory next to it (:func:`open_resumable`).
+    """
+    partial = partial_path(path)
+    with open_resumable(partial, resume) as output:
+        yield output
         for item in (*partial.rglob("*"), partial):
-            sync(item)
+            fsync_path(item)
     if path.is_dir():
-        path.rmdir()  # empty, or this fails
+        path.rmdir()  # fails unless it is empty
     partial.rename(path)
-    sync(path.parent)
+    fsync_path(path.parent)
 
 
-def beside(path: Path) -> Iterator[Path]:
-    """The files of a model's directory that belong to it beside its weights and config.json."""
+def list_sidecar_files(path: Path) -> Iterator[Path]:
+    """Yield the sidecar files of a model's directory, without ``config.json``."""
     for item in sorted(path.iterdir()):
-        if _BESIDE.fullmatch(item.name) and item.is_file():
+        if _SIDECAR_NAMES.fullmatch(item.name) and item.is_file():
             yield item
 
 
-def write_companions(
+def write_sidecar_files(
     directory: Path,
     config: Mapping[str, Any],
-    tensors: Mapping[str, Stored],
+    tensors: Mapping[str, LazyTensor],
     files: Iterable[Path],
 ) -> None:
-    """Write config.json, which says the precision of ``tensors``, and copy ``files``."""
-    kinds = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
-    made = dict(config)
-    if len(kinds) == 1:
-        # One of the two is what a version of transformers knows.
-        names = [name for name in ("dtype", "torch_dtype") if name in made] or ["torch_dtype"]
-        made.update(dict.fromkeys(names, kinds.pop()))
+    """Write ``config.json``, with the dtype that all ``tensors`` share, and copy ``files``."""
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    content = dict(config)
+    if len(dtypes) == 1:
+        # Versions of transformers differ in the key that they read.
+        names = [name for name in ("dtype", "torch_dtype") if name in content] or ["torch_dtype"]
+        content.update(dict.fromkeys(names, dtypes.pop()))
     for file in files:
         shutil.copyfile(file, directory / file.name)
-    write_atomic(directory / CONFIG, json.dumps(made, indent=2) + "\n", PUBLIC)
+    write_atomic(directory / CONFIG, json.dumps(content, indent=2) + "\n", PUBLIC)

@@ -1,1 +1,1 @@
-"""Conversations to fine-tune on: read, rendered by a chat template, tokenized once, packed."""
+"""Conversations for supervised fine-tuning: reading, rendering, tokenizing, packing."""

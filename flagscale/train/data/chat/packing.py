@@ -1,12 +1,11 @@
-"""Putting conversations into sequences: best fit, the longest first.
+"""Packing of conversations into sequences: best fit, longest first.
 
-What is packed depends on the lengths and the seed alone, never on ranks, so that any layout and any
+The result depends only on the lengths and the seed, never on ranks, so every layout and every
 resumed run has the same sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +13,8 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Which conversations each sequence has: of sequence ``i`` those of ``order[begins[i] :
-    begins[i + 1]]``."""
+class PackedSequences:
+    """Sequences of conversations: sequence ``i`` is ``order[begins[i] : begins[i + 1]]``."""
 
     order: NDArray[np.int64]
     begins: NDArray[np.int64]
@@ -28,52 +26,54 @@ class Packed:
         return self.order[self.begins[index] : self.begins[index + 1]]
 
 
-def pack(lengths: NDArray[np.int64], room: int, *, seed: int, alone: bool = False) -> Packed:
-    """Pack conversations of ``lengths`` into sequences of ``room`` tokens.
+def pack(
+    lengths: NDArray[np.int64], capacity: int, *, seed: int, alone: bool = False
+) -> PackedSequences:
+    """Pack conversations into sequences.
 
     Args:
-        lengths: tokens of each, 1 to ``room``.
-        room: tokens of a sequence.
-        seed: of the order of sequences, and of which of conversations equally long go together.
-        alone: a conversation has a sequence of its own.
+        lengths: number of tokens of each conversation, 1 to ``capacity``. Shape
+        ``[conversations]``. capacity: number of tokens of a sequence. seed: determines the order of
+        sequences, and how conversations of equal length are combined. alone: give each conversation
+        a sequence of its own.
     """
     generator = np.random.default_rng(seed)
     shuffled = generator.permutation(len(lengths))
     longest_first = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
-    bins = [[int(one)] for one in longest_first] if alone else _fitted(longest_first, lengths, room)
-    bins = [bins[place] for place in generator.permutation(len(bins))]
-    return _flat(bins)
+    if alone:
+        bins = [[index] for index in longest_first.tolist()]
+    else:
+        bins = _pack_best_fit(longest_first, lengths, capacity)
+    bins = [bins[index] for index in generator.permutation(len(bins))]
+    sizes = np.array([len(members) for members in bins], dtype=np.int64)
+    order = np.array([index for members in bins for index in members], dtype=np.int64)
+    return PackedSequences(order, np.concatenate(([0], sizes.cumsum())).astype(np.int64))
 
 
-def _fitted(
-    longest_first: NDArray[np.int64], lengths: NDArray[np.int64], room: int
+def _pack_best_fit(
+    longest_first: NDArray[np.int64], lengths: NDArray[np.int64], capacity: int
 ) -> list[list[int]]:
-    """Each conversation goes where it leaves the least room."""
+    """Put each conversation into the sequence that it leaves the least space in."""
     bins: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(room + 1)]
-    # A bit for each amount of room that any sequence has: finding the least that suffices is a few
-    # operations on words.
-    there = 0
-    for one, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
-        suits = there >> length
-        if not suits:
-            left = room
-            bins.append([])
-            place = len(bins) - 1
+    bins_by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
+    # Bit i is set if any sequence has space for i tokens, so the smallest sufficient space is found
+    # with a few word operations.
+    spaces = 0
+    indices = longest_first.tolist()
+    for index, length in zip(indices, lengths[longest_first].tolist(), strict=True):
+        sufficient = spaces >> length
+        if sufficient:
+            space = length + (sufficient & -sufficient).bit_length() - 1
+            target = bins_by_space[space].pop()
+            if not bins_by_space[space]:
+                spaces ^= 1 << space
         else:
-            left = length + (suits & -suits).bit_length() - 1
-            place = with_room[left].pop()
-            if not with_room[left]:
-                there ^= 1 << left
-        bins[place].append(one)
-        left -= length
-        if left:
-            with_room[left].append(place)
-            there |= 1 << left
+            space = capacity
+            target = len(bins)
+            bins.append([])
+        bins[target].append(index)
+        space -= length
+        if space:
+            bins_by_space[space].append(target)
+            spaces |= 1 << space
     return bins
-
-
-def _flat(bins: Sequence[Sequence[int]]) -> Packed:
-    sizes = np.array([len(one) for one in bins], dtype=np.int64)
-    order = np.array([item for one in bins for item in one], dtype=np.int64)
-    return Packed(order, np.concatenate(([0], sizes.cumsum())).astype(np.int64))

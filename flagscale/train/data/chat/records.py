@@ -1,13 +1,13 @@
-"""Conversations in JSON lines, in the formats that people have.
+"""Conversations in JSON lines, in three common formats.
 
-``messages``  ``{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", …}]}``, as
-              OpenAI has it; ``tools`` beside it, and ``"weight": 0`` in a message that is not to be
-              learned
+``messages``  ``{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", …}]}``, as in
+              OpenAI's API; optionally with ``tools``, and with ``"weight": 0`` in messages without
+              loss
 ``sharegpt``  ``{"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", …}]}``
-``alpaca``    ``{"instruction": "…", "input": "…", "output": "…"}``; ``system`` and ``history``,
-              pairs of question and answer, may be there
+``alpaca``    ``{"instruction": "…", "input": "…", "output": "…"}``; optionally with ``system`` and
+              ``history``, a list of pairs of question and answer
 
-Every error names file and line. A line is read whole, so its length is bounded.
+Every error names file and line. A line is read at once, so its length is limited.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any, Literal
 
 from flagscale.errors import DataError
 
-Format = Literal["auto", "messages", "alpaca", "sharegpt"]
+ConversationFormat = Literal["auto", "messages", "alpaca", "sharegpt"]
 Message = Mapping[str, Any]
 
 MAX_LINE = 64 << 20
-"""Bytes."""
+"""Maximum length of a line in bytes."""
 ASSISTANT = "assistant"
 _SPEAKERS: Mapping[str, str] = {
     "human": "user",
@@ -40,20 +40,20 @@ _SPEAKERS: Mapping[str, str] = {
     "observation": "tool",
     "function_response": "tool",
 }
-_KEYS: Mapping[str, Format] = {
+_KEYS: Mapping[str, ConversationFormat] = {
     "messages": "messages",
     "conversations": "sharegpt",
     "instruction": "alpaca",
 }
 
 
-class UnfitError(Exception):
-    """Why a conversation cannot be learned from."""
+class UnusableConversationError(Exception):
+    """A conversation cannot be trained on; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Who said what, in order, and with which tools. ``line`` counts from 1."""
+    """Messages in order, and the tools that they may call. ``line`` counts from 1."""
 
     path: Path
     line: int
@@ -61,18 +61,22 @@ class Conversation:
     tools: Any = None
 
     def error(self, message: str) -> DataError:
-        """What is wrong with it, for the user."""
+        """Build an error about the conversation, with file and line."""
         return DataError(f"{self.path}:{self.line}: {message}")
 
 
-def read(
-    path: Path, kind: Format = "auto", report: Callable[[int, int], None] | None = None
+def read_conversations(
+    path: Path, kind: ConversationFormat = "auto", report: Callable[[int, int], None] | None = None
 ) -> Iterator[Conversation]:
-    """The conversations of a file, a line each; empty lines are passed over. ``report`` is told the
-    bytes that have been read, and those in all.
+    """Read the conversations of a file, one per line; empty lines are skipped.
+
+    Args:
+        path: the file.
+        kind: its format.
+        report: called with the bytes read and their total.
 
     Raises:
-        DataError: the file cannot be read; with its line, what is no conversation.
+        DataError: the file cannot be read, or a line is not a conversation.
     """
     try:
         size = path.stat().st_size
@@ -88,54 +92,61 @@ def read(
                     )
                 body = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 if body.strip():
-                    yield _conversation(path, number, body, kind)
+                    yield _parse_conversation(path, number, body, kind)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _conversation(path: Path, line: int, body: bytes, kind: Format) -> Conversation:
-    where = f"{path}:{line}"
+def _parse_conversation(
+    path: Path, line: int, body: bytes, kind: ConversationFormat
+) -> Conversation:
+    location = f"{path}:{line}"
     try:
         record = json.loads(body)
     except UnicodeDecodeError as error:
-        zipped = "; the file looks gzip-compressed" if body[:2] == b"\x1f\x8b" else ""
-        raise DataError(f"{where}: not UTF-8: {error.reason}{zipped}") from None
+        compression_hint = "; the file looks gzip-compressed" if body[:2] == b"\x1f\x8b" else ""
+        raise DataError(f"{location}: not UTF-8: {error.reason}{compression_hint}") from None
     except ValueError as error:
-        raise DataError(f"{where}: not JSON: {error}") from None
+        raise DataError(f"{location}: not JSON: {error}") from None
     except RecursionError:
-        raise DataError(f"{where}: not JSON that can be read: nested too deeply") from None
+        raise DataError(f"{location}: not JSON that can be read: nested too deeply") from None
     if not isinstance(record, dict):
-        kinds = f"{where}: expected a JSON object a line, found {type(record).__name__}"
-        raise DataError(kinds)
+        message = f"{location}: expected a JSON object a line, found {type(record).__name__}"
+        raise DataError(message)
     try:
-        found = _format_of(record) if kind == "auto" else kind
-        messages = tuple(_READERS[found](record))
-        _check(messages)
-    except UnfitError as error:
-        raise DataError(f"{where}: {error}") from None
+        detected = _detect_format(record) if kind == "auto" else kind
+        messages = tuple(_READERS[detected](record))
+        _require_answer(messages)
+    except UnusableConversationError as error:
+        raise DataError(f"{location}: {error}") from None
     return Conversation(path, line, messages, record.get("tools"))
 
 
-def _format_of(record: Mapping[str, Any]) -> Format:
-    for key, found in _KEYS.items():
+def _detect_format(record: Mapping[str, Any]) -> ConversationFormat:
+    for key, conversation_format in _KEYS.items():
         if key in record:
-            return found
+            return conversation_format
     has = ", ".join(repr(name) for name in list(record)[:8]) or "none"
-    known = ", ".join(map(repr, _KEYS))
-    raise UnfitError(f"no conversation: expected a key of {known}; the object has {has}")
+    keys = ", ".join(map(repr, _KEYS))
+    raise UnusableConversationError(
+        f"no conversation: expected a key of {keys}; the object has {has}"
+    )
 
 
-def _messages(record: Mapping[str, Any]) -> Iterator[Message]:
-    for index, item in enumerate(_list(record, "messages")):
+def _iter_messages(record: Mapping[str, Any]) -> Iterator[Message]:
+    for index, item in enumerate(_require_list(record, "messages")):
         if not isinstance(item, dict) or not isinstance(item.get("role"), str):
-            raise UnfitError(
-                f"messages[{index}]: expected an object with a role, found {_kind(item)}"
+            raise UnusableConversationError(
+                f"messages[{index}]: expected an object with a role, found {_describe_type(item)}"
             )
-        yield {**item, "content": _content(item, f"messages[{index}].content")}
+        yield {**item, "content": _get_content(item, f"messages[{index}].content")}
 
 
-def _content(item: Message, where: str) -> str:
-    """What a message says. OpenAI's may be a list of parts, or nothing beside a tool's call."""
+def _get_content(item: Message, where: str) -> str:
+    """Return the text of a message.
+
+    In OpenAI's format, the content may be a list of parts, or missing next to a tool call.
+    """
     content = item.get("content")
     if content is None and item.get("tool_calls"):
         return ""
@@ -143,75 +154,81 @@ def _content(item: Message, where: str) -> str:
         parts = [part.get("text") if isinstance(part, dict) else None for part in content]
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) < len(parts):
-            raise UnfitError(f"{where}: only parts of text are learned here")
-        return _text("".join(texts), where)
-    return _text(content, where)
+            raise UnusableConversationError(f"{where}: only parts of text are learned here")
+        return _require_text("".join(texts), where)
+    return _require_text(content, where)
 
 
-def _sharegpt(record: Mapping[str, Any]) -> Iterator[Message]:
+def _iter_sharegpt(record: Mapping[str, Any]) -> Iterator[Message]:
     if record.get("system"):
-        yield {"role": "system", "content": _text(record["system"], "system")}
-    for index, item in enumerate(_list(record, "conversations")):
+        yield {"role": "system", "content": _require_text(record["system"], "system")}
+    for index, item in enumerate(_require_list(record, "conversations")):
         where = f"conversations[{index}]"
         if not isinstance(item, dict):
-            raise UnfitError(f"{where}: expected an object, found {_kind(item)}")
-        speaker, said = item.get("from", item.get("role")), item.get("value", item.get("content"))
+            raise UnusableConversationError(
+                f"{where}: expected an object, found {_describe_type(item)}"
+            )
+        speaker, text = item.get("from", item.get("role")), item.get("value", item.get("content"))
         if not isinstance(speaker, str) or speaker not in _SPEAKERS:
-            known = ", ".join(_SPEAKERS)
-            raise UnfitError(f"{where}.from: {speaker!r} is nobody known ({known})")
-        yield {"role": _SPEAKERS[speaker], "content": _text(said, f"{where}.value")}
+            speakers = ", ".join(_SPEAKERS)
+            raise UnusableConversationError(
+                f"{where}.from: {speaker!r} is nobody known ({speakers})"
+            )
+        yield {"role": _SPEAKERS[speaker], "content": _require_text(text, f"{where}.value")}
 
 
-def _alpaca(record: Mapping[str, Any]) -> Iterator[Message]:
+def _iter_alpaca(record: Mapping[str, Any]) -> Iterator[Message]:
     if record.get("system"):
-        yield {"role": "system", "content": _text(record["system"], "system")}
+        yield {"role": "system", "content": _require_text(record["system"], "system")}
     for index, pair in enumerate(record.get("history") or []):
         if not isinstance(pair, list) or len(pair) != 2:
-            raise UnfitError(f"history[{index}]: expected a question and its answer")
-        for role, said in zip(("user", ASSISTANT), pair, strict=True):
-            yield {"role": role, "content": _text(said, f"history[{index}]")}
-    asked = _text(record.get("instruction"), "instruction")
+            raise UnusableConversationError(f"history[{index}]: expected a question and its answer")
+        for role, text in zip(("user", ASSISTANT), pair, strict=True):
+            yield {"role": role, "content": _require_text(text, f"history[{index}]")}
+    instruction = _require_text(record.get("instruction"), "instruction")
     if record.get("input"):
-        asked += "\n\n" + _text(record["input"], "input")
-    yield {"role": "user", "content": asked}
-    yield {"role": ASSISTANT, "content": _text(record.get("output"), "output")}
+        instruction += "\n\n" + _require_text(record["input"], "input")
+    yield {"role": "user", "content": instruction}
+    yield {"role": ASSISTANT, "content": _require_text(record.get("output"), "output")}
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Message]]] = {
-    "messages": _messages,
-    "sharegpt": _sharegpt,
-    "alpaca": _alpaca,
+    "messages": _iter_messages,
+    "sharegpt": _iter_sharegpt,
+    "alpaca": _iter_alpaca,
 }
 
 
-def _list(record: Mapping[str, Any], key: str) -> list[Any]:
-    found = record.get(key)
-    if not isinstance(found, list):
-        raise UnfitError(f"{key}: expected a list, found {_kind(found)}")
-    return found
+def _require_list(record: Mapping[str, Any], key: str) -> list[Any]:
+    items = record.get(key)
+    if not isinstance(items, list):
+        raise UnusableConversationError(f"{key}: expected a list, found {_describe_type(items)}")
+    return items
 
 
-def _text(value: object, where: str) -> str:
+def _require_text(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise UnfitError(f"{where}: expected a text, found {_kind(value)}")
+        raise UnusableConversationError(f"{where}: expected a text, found {_describe_type(value)}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        # Half of a character, which JSON can spell and no tokenizer takes.
+        # JSON can encode half of a surrogate pair, which no tokenizer accepts.
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return value
 
 
-def _kind(value: object) -> str:
+def _describe_type(value: object) -> str:
     return "nothing" if value is None else type(value).__name__
 
 
-def is_learned(message: Message) -> bool:
-    """Whether a message is one to learn."""
+def has_loss(message: Message) -> bool:
+    """Return whether the loss is computed on a message."""
     return bool(message["role"] == ASSISTANT and message.get("weight", 1) != 0)
 
 
-def _check(messages: tuple[Message, ...]) -> None:
-    if not any(map(is_learned, messages)):
+def _require_answer(messages: tuple[Message, ...]) -> None:
+    if not any(map(has_loss, messages)):
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages)) or "nobody"
-        raise UnfitError(f"there is no answer of an assistant to learn; there speaks {roles}")
+        raise UnusableConversationError(
+            f"there is no answer of an assistant to learn; there speaks {roles}"
+        )

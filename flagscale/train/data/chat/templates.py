@@ -1,8 +1,8 @@
-"""Chat templates: how a tokenizer's model is told who says what.
+"""Chat templates: rendering of conversations as text.
 
-A template is Jinja, as ``tokenizer_config.json`` has it, or ``chat_template.jinja`` beside it. It
-is rendered as transformers renders it, in a sandbox: a template can neither reach Python nor change
-what it is given. What the time is, it is not told, so that a conversation is the same every day.
+A template is Jinja, from ``tokenizer_config.json`` or from ``chat_template.jinja`` next to it. It
+is rendered as in transformers, in a sandbox: a template can neither access Python nor modify its
+input. It has no access to the time, so a conversation renders the same every day.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-from flagscale.config.arguments.paths import is_template_file
+from flagscale.config.arguments.spec.paths import is_template_file
 from flagscale.errors import DataError
-from flagscale.train.data.chat.records import Message, UnfitError
-from flagscale.train.data.tokenizers.huggingface import settings_of
+from flagscale.train.data.chat.records import Message, UnusableConversationError
+from flagscale.train.data.tokenizers.huggingface import read_settings
 
 NAMED: Mapping[str, str] = {
     "chatml": (
@@ -37,37 +37,42 @@ NAMED: Mapping[str, str] = {
         "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
     ),
 }
-_SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _FILE = "chat_template.jinja"
 
 
 class ChatTemplate:
-    """A template, ready to render."""
+    """A compiled chat template."""
 
     def __init__(self, text: str, source: str, specials: Mapping[str, str]) -> None:
-        """``source``: what errors call it. ``specials``: the tokenizer's tokens by their names.
+        """Compile a template.
+
+        Args:
+            text: the Jinja source.
+            source: its name in error messages.
+            specials: the tokenizer's special tokens, such as ``bos_token``.
 
         Raises:
-            DataError: it is no Jinja.
+            DataError: the text is not valid Jinja.
         """
         self.text, self.source, self.specials = text, source, dict(specials)
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _Generation],
+            extensions=["jinja2.ext.loopcontrols", _GenerationExtension],
         )
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
+        environment.globals["raise_exception"] = _raise_template_error
         try:
             self._template = environment.from_string(text)
         except jinja2.TemplateError as error:
             raise DataError(f"{source}: not a chat template: {error}") from None
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, ask: bool = False) -> str:
-        """The text of a conversation; with ``ask`` as it stands before an assistant's answer.
+        """Render a conversation; with ``ask``, add the prompt for an assistant's answer.
 
         Raises:
-            UnfitError: the template refuses it.
+            UnusableConversationError: the template rejects it.
         """
         try:
             return self._template.render(
@@ -78,18 +83,23 @@ class ChatTemplate:
                 **self.specials,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise UnfitError(f"the chat template of {self.source} refuses it: {error}") from None
+            raise UnusableConversationError(
+                f"the chat template of {self.source} refuses it: {error}"
+            ) from None
 
 
 def open_template(chosen: str | None, directory: Path) -> ChatTemplate:
-    """The template that ``chosen`` says: a name of :data:`NAMED`, a ``.jinja`` file, or if it is
-    None the tokenizer's own, of whose ``directory`` the special tokens are.
+    """Open a chat template.
+
+    Args:
+        chosen: a key of :data:`NAMED`, a ``.jinja`` file, or None for the tokenizer's own template.
+        directory: the tokenizer's directory, which also has the special tokens.
 
     Raises:
-        DataError: there is none.
+        DataError: the template does not exist.
     """
-    found = settings_of(directory) if directory.is_dir() else {}
-    specials = {name: _content(found.get(name)) for name in _SPECIALS}
+    settings = read_settings(directory) if directory.is_dir() else {}
+    specials = {name: _get_token_text(settings.get(name)) for name in _SPECIAL_TOKENS}
     if chosen is not None and chosen in NAMED:
         return ChatTemplate(NAMED[chosen], f"chat_template {chosen}", specials)
     if chosen is not None:
@@ -100,40 +110,42 @@ def open_template(chosen: str | None, directory: Path) -> ChatTemplate:
     if (directory / _FILE).is_file():
         text = (directory / _FILE).read_text(encoding="utf-8")
         return ChatTemplate(text, str(directory / _FILE), specials)
-    own = _own(found.get("chat_template"))
-    if own is None:
+    template = _select_default(settings.get("chat_template"))
+    if template is None:
         raise DataError(
             f"{directory}: the tokenizer has no chat template: neither {_FILE} nor chat_template "
             "in tokenizer_config.json",
             hint=f"set chat_template: to {' or '.join(NAMED)}, or to a .jinja file",
         )
-    return ChatTemplate(own, str(directory / "tokenizer_config.json"), specials)
+    return ChatTemplate(template, str(directory / "tokenizer_config.json"), specials)
 
 
-def _own(found: Any) -> str | None:
-    """A tokenizer's template; of several, which have names, the one called ``default``."""
-    if isinstance(found, list):
-        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+def _select_default(template: Any) -> str | None:
+    """Return a tokenizer's template; among several named ones, ``default``."""
+    if isinstance(template, list):
+        templates = {
+            item.get("name"): item.get("template") for item in template if isinstance(item, dict)
+        }
+        template = templates.get("default")
+    return template if isinstance(template, str) else None
 
 
-def _content(token: Any) -> str:
+def _get_token_text(token: Any) -> str:
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-    """As transformers writes tools: without escapes for HTML."""
+    """Serialize as transformers does for tools: without HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
-def _raise(message: str) -> None:
+def _raise_template_error(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-class _Generation(jinja2.ext.Extension):
-    """``{% generation %}``, by which templates mark answers for transformers, changes no text."""
+class _GenerationExtension(jinja2.ext.Extension):
+    """Jinja extension for ``{% generation %}``, which marks answers and changes no text."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 

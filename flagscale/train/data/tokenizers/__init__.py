@@ -1,4 +1,4 @@
-"""Tokenizers by Megatron-LM's type names, read from local files alone."""
+"""Tokenizers by Megatron-LM's type names, read from local files only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flagscale.train.data.tokenizers.factory import (
     TokenizerSpec,
     build_tokenizer,
     open_tokenizer,
-    unlearned,
+    warn_unused_vocabulary,
 )
 
 __all__ = [
@@ -17,5 +17,5 @@ __all__ = [
     "TokenizerSpec",
     "build_tokenizer",
     "open_tokenizer",
-    "unlearned",
+    "warn_unused_vocabulary",
 ]

@@ -1,4 +1,4 @@
-"""What every tokenizer offers, whichever library reads its files."""
+"""Interface of all tokenizers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flagscale.errors import DataError
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back, with what megatron.core's data sets ask of a tokenizer.
+    """Conversion between text and token ids, with the attributes that megatron.core's datasets use.
 
-    There is no ``pad`` on purpose: megatron.core pads with the tokenizer's pad id where there is
-    one and masks every such token out of the loss, also those that stand in the data. Without one
-    it pads with an id that no data holds.
+    There is no ``pad`` on purpose. megatron.core pads with the tokenizer's pad id if there is one,
+    and then masks every such token out of the loss, including those in the data. Without a pad id,
+    it pads with an id that no data contains.
     """
 
     def __init__(self, **identity: str) -> None:
@@ -34,42 +34,42 @@ class Tokenizer(ABC):
 
     @property
     def bos(self) -> int | None:
-        """The id that begins a document, or None when the tokenizer has none."""
+        """The id that begins a document, or None if there is none."""
         return None
 
     @property
     def mask(self) -> int | None:
-        """The id that stands for a token that is to be told, or None when there is none."""
+        """The id of the mask token, or None if there is none."""
         return None
 
     @property
     def cls(self) -> int | None:
-        """The id that begins every sequence of a model like BERT, or None when there is none."""
+        """The id that begins every sequence of a model like BERT, or None if there is none."""
         return None
 
     @property
     def sep(self) -> int | None:
-        """The id that ends one, or None when there is none."""
+        """The id that ends a sequence of a model like BERT, or None if there is none."""
         return None
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of ``text``; no token is added before or after."""
+        """Return the token ids of ``text``, without tokens added before or after."""
 
     def tokenize_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text, in order."""
+        """Return the token ids of each text, in order."""
         return [self.tokenize(text) for text in texts]
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of tokens that steer a model and stand for no text, such as the end of a turn."""
+        """Ids of control tokens that stand for no text, such as the end of a turn."""
         return frozenset()
 
-    def tokenize_with_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-        """Token ids of each text, and the character at which each token begins.
+    def tokenize_with_offsets(self, texts: Sequence[str]) -> list[tuple[list[int], list[int]]]:
+        """Return the token ids of each text, and the character offset at which each token begins.
 
         Raises:
-            DataError: this tokenizer does not tell.
+            DataError: this tokenizer does not support offsets.
         """
         raise DataError(
             f"{type(self).__name__} does not tell where in a text its tokens stand, which answers "
@@ -78,13 +78,13 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of token ids; special tokens are written out."""
+        """Return the text of token ids, including special tokens."""
 
 
-def digest(paths: Iterable[Path]) -> str:
-    """A short digest of files' contents: a tokenizer is the same wherever its directory lies."""
-    total = hashlib.sha256()
+def hash_files(paths: Iterable[Path]) -> str:
+    """Hash names and contents of files, independent of their directory."""
+    hasher = hashlib.sha256()
     for path in paths:
-        total.update(path.name.encode() + b"\0")
-        total.update(hashlib.sha256(path.read_bytes()).digest())
-    return total.hexdigest()[:16]
+        hasher.update(path.name.encode() + b"\0")
+        hasher.update(hashlib.sha256(path.read_bytes()).digest())
+    return hasher.hexdigest()[:16]

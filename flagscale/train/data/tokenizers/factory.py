@@ -1,4 +1,4 @@
-"""A tokenizer from its type's name and the files it needs."""
+"""Creation of tokenizers from a type name and files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flagscale.train.data.tokenizers.base import Tokenizer
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """What it takes to open a tokenizer; travels to worker processes instead of the tokenizer."""
+    """Parameters to open a tokenizer; sent to worker processes instead of the tokenizer."""
 
     kind: str
     path: str | None = None
@@ -24,33 +24,33 @@ class TokenizerSpec:
     special_tokens: str | None = None
 
 
-def _needs_path(spec: TokenizerSpec) -> Path:
+def _require_path(spec: TokenizerSpec) -> Path:
     if not spec.path:
         raise DataError(f"tokenizer_type {spec.kind} needs tokenizer_path")
     return Path(spec.path)
 
 
-def _gpt2(spec: TokenizerSpec) -> Tokenizer:
+def _open_gpt2(spec: TokenizerSpec) -> Tokenizer:
     if spec.merges:
-        return huggingface.open_files(_needs_path(spec), Path(spec.merges))
-    return _huggingface(spec)
+        return huggingface.open_files(_require_path(spec), Path(spec.merges))
+    return _open_huggingface(spec)
 
 
-def _huggingface(spec: TokenizerSpec) -> Tokenizer:
-    return huggingface.open_directory(_needs_path(spec))
+def _open_huggingface(spec: TokenizerSpec) -> Tokenizer:
+    return huggingface.open_directory(_require_path(spec))
 
 
-def _aquila(spec: TokenizerSpec) -> Tokenizer:
+def _open_aquila(spec: TokenizerSpec) -> Tokenizer:
     if not spec.merges or not spec.special_tokens:
         raise DataError(f"tokenizer_type {spec.kind} needs merge_file and special_tokens_file")
-    return huggingface.open_files(_needs_path(spec), Path(spec.merges), Path(spec.special_tokens))
+    return huggingface.open_files(_require_path(spec), Path(spec.merges), Path(spec.special_tokens))
 
 
-def _sentencepiece(spec: TokenizerSpec) -> Tokenizer:
-    return sentencepiece.SentencePieceTokenizer(_needs_path(spec))
+def _open_sentencepiece(spec: TokenizerSpec) -> Tokenizer:
+    return sentencepiece.SentencePieceTokenizer(_require_path(spec))
 
 
-def _null(spec: TokenizerSpec) -> Tokenizer:
+def _open_null(spec: TokenizerSpec) -> Tokenizer:
     if not spec.vocab_size or spec.vocab_size < 1:
         raise DataError(
             f"tokenizer_type {spec.kind} needs vocab_size of at least 1, got {spec.vocab_size}"
@@ -58,57 +58,57 @@ def _null(spec: TokenizerSpec) -> Tokenizer:
     return plain.NullTokenizer(spec.vocab_size)
 
 
-def _bytes(_: TokenizerSpec) -> Tokenizer:
+def _open_byte_level(_: TokenizerSpec) -> Tokenizer:
     return plain.ByteLevelTokenizer()
 
 
-# The names that Megatron-LM and launchers on top of it use. Those ending in FS are what older
-# YAMLs say; today each is a Hugging Face directory.
+# Names of Megatron-LM and of launchers on top of it. Older YAML files use the names ending in FS,
+# all of which are Hugging Face directories today.
 TOKENIZER_TYPES: Mapping[str, Callable[[TokenizerSpec], Tokenizer]] = {
-    "HuggingFaceTokenizer": _huggingface,
-    "Llama3TokenizerFS": _huggingface,
-    "QwenTokenizerFS": _huggingface,
-    "Qwen2TokenizerFS": _huggingface,
-    "HFTokenizerFS": _huggingface,
-    "HFTokenizersTokenizerFS": _huggingface,
-    "GPT2BPETokenizer": _gpt2,
-    "AquilaTokenizerFS": _aquila,
-    "SentencePieceTokenizer": _sentencepiece,
-    "GPTSentencePieceTokenizer": _sentencepiece,
-    "Llama2Tokenizer": _sentencepiece,
-    "NullTokenizer": _null,
-    "ByteLevelTokenizer": _bytes,
+    "HuggingFaceTokenizer": _open_huggingface,
+    "Llama3TokenizerFS": _open_huggingface,
+    "QwenTokenizerFS": _open_huggingface,
+    "Qwen2TokenizerFS": _open_huggingface,
+    "HFTokenizerFS": _open_huggingface,
+    "HFTokenizersTokenizerFS": _open_huggingface,
+    "GPT2BPETokenizer": _open_gpt2,
+    "AquilaTokenizerFS": _open_aquila,
+    "SentencePieceTokenizer": _open_sentencepiece,
+    "GPTSentencePieceTokenizer": _open_sentencepiece,
+    "Llama2Tokenizer": _open_sentencepiece,
+    "NullTokenizer": _open_null,
+    "ByteLevelTokenizer": _open_byte_level,
 }
 
 
 def open_tokenizer(spec: TokenizerSpec) -> Tokenizer:
-    """The tokenizer that ``spec`` describes.
+    """Open the tokenizer that ``spec`` describes.
 
     Raises:
-        DataError: the type is unknown (the message names the nearest), a file is missing, or the
-            files are not what the type reads.
+        DataError: the type is unknown (the message suggests similar ones), a file is missing, or
+            the files do not have the type's format.
     """
     opener = TOKENIZER_TYPES.get(spec.kind)
     if opener is None:
-        known = list(TOKENIZER_TYPES)
-        lowered = {name.lower(): name for name in known}
+        names = list(TOKENIZER_TYPES)
+        lowered = {name.lower(): name for name in names}
         near = get_close_matches(spec.kind.lower(), lowered, n=3, cutoff=0.5)
         hint = f"did you mean {', '.join(lowered[n] for n in near)}?" if near else None
         raise DataError(
-            f"tokenizer_type {spec.kind!r} is unknown; known: {', '.join(known)}", hint=hint
+            f"tokenizer_type {spec.kind!r} is unknown; known: {', '.join(names)}", hint=hint
         )
     return opener(spec)
 
 
 def build_tokenizer(args: Any) -> Tokenizer:
-    """The tokenizer that the training arguments name.
+    """Open the tokenizer that the training arguments name.
 
-    ``args`` gives ``tokenizer_type``, ``tokenizer_path``, ``vocab_size`` and ``mock_data``. With
-    mock data and no type, ids are counted: a :class:`NullTokenizer` of ``vocab_size``.
+    ``args`` has ``tokenizer_type``, ``tokenizer_path``, ``vocab_size`` and ``mock_data``. With mock
+    data and no type, it is a :class:`NullTokenizer` of ``vocab_size``.
 
     Raises:
-        DataError: see :func:`open_tokenizer`; also when the tokenizer's vocabulary is larger than
-            the model's ``vocab_size``.
+        DataError: see :func:`open_tokenizer`; also if the tokenizer's vocabulary is larger than the
+            model's ``vocab_size``.
     """
     kind = getattr(args, "tokenizer_type", None)
     if not kind:
@@ -123,20 +123,20 @@ def build_tokenizer(args: Any) -> Tokenizer:
     files = (getattr(args, name, None) for name in ("merge_file", "special_tokens_file"))
     spec = TokenizerSpec(kind, getattr(args, "tokenizer_path", None), vocab_size, *files)
     tokenizer = open_tokenizer(spec)
-    # The null tokenizer's end of document is beyond vocab_size by definition.
+    # The end-of-document id of the null tokenizer is vocab_size by definition.
     if kind != "NullTokenizer" and vocab_size and tokenizer.vocab_size > vocab_size:
-        where = f" ({spec.path})" if spec.path else ""
+        location = f" ({spec.path})" if spec.path else ""
         raise DataError(
-            f"the tokenizer's vocabulary{where} has {tokenizer.vocab_size} entries, more than the "
-            f"model's vocab_size {vocab_size}",
+            f"the tokenizer's vocabulary{location} has {tokenizer.vocab_size} entries, more than "
+            f"the model's vocab_size {vocab_size}",
             hint="raise vocab_size, leave it out (the tokenizer's is taken), or use the tokenizer "
             "that the model was made for",
         )
     return tokenizer
 
 
-def unlearned(tokenizer: Tokenizer, vocab_size: int | None) -> str | None:
-    """What to say of a model whose vocabulary is mostly not the tokenizer's; None where it is."""
+def warn_unused_vocabulary(tokenizer: Tokenizer, vocab_size: int | None) -> str | None:
+    """Return a warning if most of the model's vocabulary is not the tokenizer's, otherwise None."""
     if vocab_size is None or tokenizer.vocab_size * 2 > vocab_size:
         return None
     return (

@@ -1,4 +1,4 @@
-"""SentencePiece models: ``tokenizer.model`` of Llama-2 and its like."""
+"""SentencePiece tokenizers, such as Llama 2's ``tokenizer.model``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flagscale.errors import DataError
-from flagscale.train.data.tokenizers.base import Tokenizer, digest
+from flagscale.train.data.tokenizers.base import Tokenizer, hash_files
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -26,7 +26,7 @@ class SentencePieceTokenizer(Tokenizer):
                 hint="Llama-3's tokenizer.model is another format: use the directory that holds "
                 "tokenizer.json with tokenizer_type HuggingFaceTokenizer",
             ) from None
-        super().__init__(files=digest([file]))
+        super().__init__(files=hash_files([file]))
         self._eod = int(self._processor.eos_id())
         if self._eod < 0:
             raise DataError(f"{file}: the model has no end-of-sentence piece (</s>)")
@@ -41,8 +41,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def bos(self) -> int | None:
-        found = int(self._processor.bos_id())
-        return found if found >= 0 else None
+        token_id = int(self._processor.bos_id())
+        return token_id if token_id >= 0 else None
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._processor.encode(text))

@@ -1,4 +1,4 @@
-"""Real agents, each as a host of its own, and what they make of each other's faults."""
+"""Tests of real agents, each acting as one host, and their reactions to each other's faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.launch_lab import until
-from support.liveness_lab import Stations, stations
+from support.liveness_lab import AgentHosts, stations
 
 from flagscale.hosts import processes
 from flagscale.launcher.liveness.protocol import MAGIC
@@ -24,31 +24,31 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> Iterator[Stations]:
-    with stations(tmp_path) as made:
-        yield made
+def two(tmp_path: Path) -> Iterator[AgentHosts]:
+    with stations(tmp_path) as hosts:
+        yield hosts
 
 
 @pytest.fixture
-def one(tmp_path: Path) -> Iterator[Stations]:
-    with stations(tmp_path, 1) as made:
-        yield made
+def one(tmp_path: Path) -> Iterator[AgentHosts]:
+    with stations(tmp_path, 1) as hosts:
+        yield hosts
 
 
-def test_an_exception_ends_the_job_everywhere_and_is_named(two: Stations) -> None:
+def test_an_exception_ends_the_job_everywhere_and_is_named(two: AgentHosts) -> None:
     two.start(TOY_1_0="raise")
     assert two.codes() == [1, 1]
     for station in (two[0], two[1]):
         failure = station.exit()["failure"]
         named = (failure["host"], failure["rank"], failure["exit_code"])
-        assert named == ("h1", 1, 1), (failure, two.said())
+        assert named == ("h1", 1, 1), (failure, two.read_outputs())
         assert failure["reason"].startswith("failed: ValueError: bad data in shard 7")
         assert "Traceback" in failure["traceback"]
         assert failure["log"].endswith("/0/stderr.log")
     two.gone(1)
 
 
-def test_a_killed_rank_is_named_and_not_the_one_that_lost_its_peer(two: Stations) -> None:
+def test_a_killed_rank_is_named_and_not_the_one_that_lost_its_peer(two: AgentHosts) -> None:
     two.start()
     two.joined()
     os.kill(two[1].rank(), signal.SIGKILL)
@@ -59,7 +59,7 @@ def test_a_killed_rank_is_named_and_not_the_one_that_lost_its_peer(two: Stations
     two.gone(1)
 
 
-def test_a_stopped_rank_is_a_stall_that_is_named(two: Stations) -> None:
+def test_a_stopped_rank_is_a_stall_that_is_named(two: AgentHosts) -> None:
     two.start({"hang_detection_timeout": 3.0})
     two.joined()
     os.kill(two[1].rank(), signal.SIGSTOP)
@@ -68,13 +68,13 @@ def test_a_stopped_rank_is_a_stall_that_is_named(two: Stations) -> None:
     assert (failure["host"], failure["rank"]) == ("h1", 1)
     assert "stalled" in failure["reason"]
     assert "SIGSTOP" in failure["reason"]
-    # The other one has written where it waited.
+    # The other rank has written the stack of its collective.
     log = next((two[0].run_dir / "ranks").glob("*/attempt_0/0/stderr.log")).read_text()
     assert "in barrier" in log
     two.gone(1)
 
 
-def test_a_stuck_rank_is_told_by_its_stack_and_a_checkpoint_is_no_stall(two: Stations) -> None:
+def test_stuck_rank_is_found_by_its_stack_and_a_checkpoint_is_no_stall(two: AgentHosts) -> None:
     two.start(
         {"hang_detection_timeout": 3.0, "max_restarts": 1},
         light=True,
@@ -89,10 +89,10 @@ def test_a_stuck_rank_is_told_by_its_stack_and_a_checkpoint_is_no_stall(two: Sta
     assert "stalled" not in two[0].exit()["failure"]["reason"]
 
 
-def test_the_whole_job_starts_again_and_people_are_told(two: Stations, tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    told.mkdir()
-    command = f"cat > {told}/$(date +%s%N); echo -n told >&2; sleep 600 & exit 7"
+def test_whole_job_restarts_with_notifications(two: AgentHosts, tmp_path: Path) -> None:
+    notified = tmp_path / "told"
+    notified.mkdir()
+    command = f"cat > {notified}/$(date +%s%N); echo -n told >&2; sleep 600 & exit 7"
     two.start(
         {"max_restarts": 2, "notify_on": ("restarted", "finished")},
         light=True,
@@ -101,7 +101,7 @@ def test_the_whole_job_starts_again_and_people_are_told(two: Stations, tmp_path:
         TOY_STEPS="20",
     )
     assert two.codes() == [0, 0]
-    assert "a notification failed: the command ended with exit code 7" in two[0].said()
+    assert "a notification failed: the command ended with exit code 7" in two[0].read_output()
     job = two.job()
     assert (job["attempt"], job["attempts"], job["failure"]) == (2, 3, None)
     assert job["restarts"][0]["failure"]["rank"] == 1
@@ -110,18 +110,18 @@ def test_the_whole_job_starts_again_and_people_are_told(two: Stations, tmp_path:
         assert two[number].exit()["failure"] is None
         assert (two[number].run_dir / "status.1" / f"rank_{number}.jsonl").exists()
         assert len(list((two[number].run_dir / "ranks").iterdir())) == 2
-    first, second = (json.loads(path.read_text()) for path in sorted(told.iterdir()))
+    first, second = (json.loads(path.read_text()) for path in sorted(notified.iterdir()))
     assert (first["event"], first["attempt"], first["attempts"]) == ("restarted", 2, 3)
     assert "h1: rank 1 failed: ValueError" in first["text"]
     assert (second["event"], second["name"]) == ("finished", "toy")
 
 
-def test_a_stop_of_one_host_stops_all_and_starts_nothing(two: Stations, tmp_path: Path) -> None:
-    told = tmp_path / "told"
+def test_a_stop_of_one_host_stops_all_and_starts_nothing(two: AgentHosts, tmp_path: Path) -> None:
+    notified = tmp_path / "told"
     two.start(
         {"stop_grace": 30.0, "max_restarts": 3, "notify_on": ["finished"]},
         light=True,
-        FLAGSCALE_NOTIFY_COMMAND=f"cat >> {told}",
+        FLAGSCALE_NOTIFY_COMMAND=f"cat >> {notified}",
         TOY_0_0="save",
         TOY_1_0="save",
     )
@@ -133,17 +133,17 @@ def test_a_stop_of_one_host_stops_all_and_starts_nothing(two: Stations, tmp_path
         assert "saved" in next(logs).read_text()
         assert two[number].exit()["signal"] == signal.SIGTERM
         assert two[number].exit()["failure"] is None
-    notice = json.loads(told.read_text())
+    notice = json.loads(notified.read_text())
     assert (notice["event"], notice["text"].rpartition(" run ")[0]) == ("stopped", "toy:")
     two.gone(1)
 
 
-def test_a_host_that_ends_before_it_met_the_first_says_so(two: Stations) -> None:
-    """It is not taken for lost, with a reason that nobody looks for."""
+def test_host_that_ends_before_the_rendezvous_reports_its_end(two: AgentHosts) -> None:
+    """It is reported with its own reason, not as a lost host."""
     program = "print('up', flush=True); import time; time.sleep(60)"
     two.start(command=[sys.executable, "-c", program])
     two[0].agent.send_signal(signal.SIGSTOP)
-    until(lambda: "up" in two[1].said())
+    until(lambda: "up" in two[1].read_output())
     two[1].agent.terminate()
     until(lambda: len(two[1].members()) == 1)
     two[0].agent.send_signal(signal.SIGCONT)
@@ -152,8 +152,8 @@ def test_a_host_that_ends_before_it_met_the_first_says_so(two: Stations) -> None
         assert (station.exit()["signal"], station.exit()["failure"]) == (signal.SIGTERM, None)
 
 
-def test_left_alone_after_a_failure(two: Stations) -> None:
-    """What does not need the failed host goes on."""
+def test_on_failure_leave(two: AgentHosts) -> None:
+    """Ranks that do not need the failed host continue."""
     program = (
         "import os, sys, time; first = '/h0/' in os.environ['FLAGSCALE_STATUS_DIR'];"
         "time.sleep(4 if first else 0.5); sys.exit(0 if first else 3)"
@@ -164,7 +164,7 @@ def test_left_alone_after_a_failure(two: Stations) -> None:
     assert two.job()["failure"]["host"] == "h1"
 
 
-def test_a_command_that_an_agent_had_to_kill_is_no_first_failure(two: Stations) -> None:
+def test_a_command_that_an_agent_had_to_kill_is_no_first_failure(two: AgentHosts) -> None:
     program = (
         "import os, signal, sys, time; first = '/h0/' in os.environ['FLAGSCALE_STATUS_DIR'];"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN);"
@@ -176,7 +176,7 @@ def test_a_command_that_an_agent_had_to_kill_is_no_first_failure(two: Stations) 
     assert (failure["host"], failure["exit_code"]) == ("h1", 3)
 
 
-def test_unauthenticated_peers_at_the_port_are_ignored(two: Stations) -> None:
+def test_unauthenticated_peers_at_the_port_are_ignored(two: AgentHosts) -> None:
     two.start(light=True)
     two.joined()
     peers = []
@@ -187,7 +187,7 @@ def test_unauthenticated_peers_at_the_port_are_ignored(two: Stations) -> None:
     for _ in range(200):
         peers.append(socket.create_connection(("127.0.0.1", two.port)))
     time.sleep(1)
-    # At most the greeting: whoever does not know the secret is hung up on.
+    # Nothing but the nonces is sent: a peer without the secret is disconnected.
     for peer in peers[:4]:
         with suppress(ConnectionResetError):
             answer = peer.recv(1000)
@@ -200,9 +200,9 @@ def test_unauthenticated_peers_at_the_port_are_ignored(two: Stations) -> None:
     two.codes()
 
 
-def test_agents_that_do_not_share_the_secret_never_meet(two: Stations) -> None:
-    """Each is lost to the other, with what it holds."""
-    two.own_secrets = True
+def test_agents_with_different_secrets_do_not_connect(two: AgentHosts) -> None:
+    """Each considers the other lost, and reports its place."""
+    two.separate_secrets = True
     held = {"places": ["0 stage 0", "1 stage 1"], "master_place": "stage 0"}
     two.start({"start_timeout": 3.0, **held}, command=["sleep", "60"])
     assert two.codes() == [1, 1]
@@ -215,7 +215,7 @@ def test_agents_that_do_not_share_the_secret_never_meet(two: Stations) -> None:
     two.gone(1)
 
 
-def test_the_secret_is_in_no_argument_no_log_and_no_rank(two: Stations) -> None:
+def test_the_secret_is_in_no_argument_no_log_and_no_rank(two: AgentHosts) -> None:
     two.start(light=True)
     two.joined()
     for station in two.stations:
@@ -223,9 +223,9 @@ def test_the_secret_is_in_no_argument_no_log_and_no_rank(two: Stations) -> None:
             words = Path(f"/proc/{process.pid}/cmdline").read_bytes()
             assert two.secret.encode() not in words
             if process.pid != station.agent.pid:
-                assert two.secret.encode() not in processes.environment(process.pid).values()
-    # The ranks share one of their own, of which nothing else has a word.
-    (of_ranks,) = {processes.environment(s.rank()).get(b"FSCCL_SECRET") for s in two.stations}
+                assert two.secret.encode() not in processes.read_environment(process.pid).values()
+    # The ranks share a secret of their own, which appears nowhere else.
+    (of_ranks,) = {processes.read_environment(s.rank()).get(b"FSCCL_SECRET") for s in two.stations}
     assert of_ranks is not None
     assert re.fullmatch(b"[0-9a-f]{32}", of_ranks)
     for line in Path("/proc").glob("[0-9]*/cmdline"):
@@ -240,7 +240,7 @@ def test_the_secret_is_in_no_argument_no_log_and_no_rank(two: Stations) -> None:
             assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_one_host_restarts_by_itself(one: Stations) -> None:
+def test_one_host_restarts_by_itself(one: AgentHosts) -> None:
     one.start({"max_restarts": 1}, TOY_0_0="exit", TOY_0_1="raise")
     assert one.codes() == [1]
     failure = one[0].exit()["failure"]
@@ -250,7 +250,7 @@ def test_one_host_restarts_by_itself(one: Stations) -> None:
     assert one[0].exit()["attempt"] == 2
 
 
-def test_what_never_joined_is_not_started_again(one: Stations) -> None:
+def test_job_that_never_joined_is_not_restarted(one: AgentHosts) -> None:
     one.start({"max_restarts": 5}, light=True, TOY_0_0="early")
     assert one.codes() == [5]
     assert one[0].exit()["attempt"] == 1

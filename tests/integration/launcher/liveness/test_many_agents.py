@@ -1,4 +1,4 @@
-"""A thousand agents, each with a connection of its own, at one real coordinator."""
+"""Tests of a thousand agents, each with its own connection, at one real coordinator."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crowd import Crowd, CrowdAgent, coordinator
+from simulated_agents import SimulatedAgent, SimulatedAgents, run_coordinator
 
-from flagscale.files import plain
+from flagscale.files import to_plain
 from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE
 from flagscale.launcher.liveness import secret
 from flagscale.launcher.liveness.messages import EndAttempt, FinishJob, Order, StartAttempt
@@ -24,8 +24,8 @@ COUNT = 1000
 SILENCE = 10.0
 
 
-def told(agents: list[CrowdAgent], kind: type[Order]) -> Callable[[], bool]:
-    return lambda: all(agent.got(kind) is not None for agent in agents)
+def told(agents: list[SimulatedAgent], kind: type[Order]) -> Callable[[], bool]:
+    return lambda: all(agent.last_order(kind) is not None for agent in agents)
 
 
 def read(run_dir: Path, name: str) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def read(run_dir: Path, name: str) -> dict[str, Any]:
 
 @pytest.fixture
 def few_files() -> Iterator[None]:
-    """The limit of open files that many systems begin with, for this process and its children."""
+    """Limit the open files of this process and its children to a common default."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= before[1] < 2 * COUNT:
         pytest.skip(f"no process here may open more than {before[1]} files (ulimit -Hn)")
@@ -45,41 +45,41 @@ def few_files() -> Iterator[None]:
 
 @pytest.mark.usefixtures("few_files")
 def test_a_thousand_agents_share_one_fate(tmp_path: Path) -> None:
-    key = secret.new()
+    key = secret.generate_secret()
     told_of = {"lost_host_timeout": float(SILENCE), "max_restarts": 1}
-    with coordinator(tmp_path, COUNT, key, **told_of) as (process, port):
-        crowd = Crowd(COUNT, key, port, beat_seconds=SILENCE / 5)
+    with run_coordinator(tmp_path, COUNT, key, **told_of) as (process, port):
+        agents = SimulatedAgents(COUNT, key, port, heartbeat_seconds=SILENCE / 5)
         run_dir = tmp_path / "h0"
 
         # All come at once, and all are admitted and known.
-        assert crowd.run(crowd.admitted)
+        assert agents.run_until(agents.all_admitted)
         expected = {str(n): "running" for n in range(1, COUNT + 1)} | {"0": "starting"}
-        assert crowd.run(lambda: read(run_dir, LIVENESS_FILE)["hosts"] == expected)
+        assert agents.run_until(lambda: read(run_dir, LIVENESS_FILE)["hosts"] == expected)
 
-        # What one reports, all hear, and start again once all have ended.
-        failure = crowd.agents[COUNT // 2].fail()
-        assert crowd.run(told(crowd.agents, EndAttempt))
-        assert {agent.got(EndAttempt) for agent in crowd.agents} == {EndAttempt(0, failure)}
-        for agent in crowd.agents:
-            agent.end(1)
-        assert crowd.run(told(crowd.agents, StartAttempt))
-        assert read(run_dir, LIVENESS_FILE)["restarts"][0]["failure"] == plain(failure)
+        # The failure of one agent reaches all, and all restart once every attempt has ended.
+        failure = agents.agents[COUNT // 2].report_failure()
+        assert agents.run_until(told(agents.agents, EndAttempt))
+        assert {agent.last_order(EndAttempt) for agent in agents.agents} == {EndAttempt(0, failure)}
+        for agent in agents.agents:
+            agent.end_attempt(1)
+        assert agents.run_until(told(agents.agents, StartAttempt))
+        assert read(run_dir, LIVENESS_FILE)["restarts"][0]["failure"] == to_plain(failure)
 
-        # One falls silent, with its connection open: it is named, to all others.
-        silent, others = crowd.agents[-1], crowd.agents[:-1]
+        # One agent stops sending with its connection open, and is reported to all others.
+        silent, remaining = agents.agents[-1], agents.agents[:-1]
         silent.silent = True
-        for agent in crowd.agents:
-            agent.start(1)
+        for agent in agents.agents:
+            agent.start_attempt(1)
             agent.orders.clear()
-        assert crowd.run(told(others, EndAttempt))
-        (lost,) = {agent.got(EndAttempt) for agent in others}
+        assert agents.run_until(told(remaining, EndAttempt))
+        (lost,) = {agent.last_order(EndAttempt) for agent in remaining}
         assert isinstance(lost, EndAttempt)
         assert lost.failure is not None
         assert (lost.attempt, lost.failure.host) == (1, f"h{COUNT}")
-        for agent in others:
-            agent.end(1)
-        assert crowd.run(told(others, FinishJob))
-        crowd.close()
+        for agent in remaining:
+            agent.end_attempt(1)
+        assert agents.run_until(told(remaining, FinishJob))
+        agents.close()
         assert process.wait(60) == 1
         record = read(run_dir, EXIT_FILE)
         assert record["failure"]["host"] == f"h{COUNT}"
@@ -87,14 +87,14 @@ def test_a_thousand_agents_share_one_fate(tmp_path: Path) -> None:
 
 
 def test_unauthenticated_peers_do_not_keep_agents_out(tmp_path: Path) -> None:
-    """More of them than may try at once, who come first and say nothing."""
-    key = secret.new()
-    with coordinator(tmp_path, 20, key) as (_, port):
+    """More of them than the limit connect first and send nothing."""
+    key = secret.generate_secret()
+    with run_coordinator(tmp_path, 20, key) as (_, port):
         peers = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
         for peer in peers[::2]:
             peer.sendall(secrets.token_bytes(8))
-        crowd = Crowd(20, key, port, beat_seconds=1.0)
-        assert crowd.run(crowd.admitted)
+        agents = SimulatedAgents(20, key, port, heartbeat_seconds=1.0)
+        assert agents.run_until(agents.all_admitted)
         for peer in peers:
             peer.close()
-        crowd.close()
+        agents.close()

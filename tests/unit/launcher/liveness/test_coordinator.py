@@ -1,4 +1,4 @@
-"""The job as a whole, second by second, without processes or sockets."""
+"""Tests of the coordinator, second by second, without processes or sockets."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flagscale.launcher.liveness.coordinator import Coordinator
-from flagscale.launcher.liveness.diagnosis import Failure, Report, Severity
+from flagscale.launcher.liveness.diagnosis import Failure, FailureReport, Severity
 from flagscale.launcher.liveness.messages import (
-    Beat,
+    AttemptEnded,
     DumpStacks,
     EndAttempt,
-    Ended,
     FinishJob,
-    FromHost,
+    Heartbeat,
     Hello,
+    HostMessage,
+    HostProgress,
     HostStatus,
     JobPhase,
     KeepAlive,
     Order,
-    Position,
+    RankFailed,
     RankProgress,
-    Reported,
-    Stacks,
+    RankStacks,
     StartAttempt,
     StopJob,
-    Stopping,
+    StopSignalled,
 )
 from flagscale.launcher.liveness.options import Policy
 
-POSITION = Position(
+POSITION = HostProgress(
     status=HostStatus.RUNNING,
     joined=1,
     nproc=1,
@@ -49,15 +49,19 @@ POSITION = Position(
 
 
 class Job:
-    """Hosts that send what a test says, beside their heartbeats."""
+    """Simulated job: hosts that send heartbeats, and messages of the test."""
 
     def __init__(self, hosts: int = 2, *, places: Sequence[str] = (), **policy: Any) -> None:
-        given: dict[str, Any] = {"max_restarts": 0, "on_failure": "stop"}
-        given |= {"lost_host_timeout": 10.0, "start_timeout": 100.0, "hang_detection_timeout": 50.0}
+        defaults: dict[str, Any] = {"max_restarts": 0, "on_failure": "stop"}
+        defaults |= {
+            "lost_host_timeout": 10.0,
+            "start_timeout": 100.0,
+            "hang_detection_timeout": 50.0,
+        }
         self.names = [f"h{n}" for n in range(hosts)]
         self.now = 1000.0
-        told = Policy(**{**given, **policy})
-        self.brain = Coordinator(told, self.names, self.now, Path("out"), places=places)
+        job_policy = Policy(**{**defaults, **policy})
+        self.brain = Coordinator(job_policy, self.names, self.now, Path("out"), places=places)
         self.silent: set[int] = set()
         self.moving = True
         self.fields: dict[int, dict[str, Any]] = {n: {} for n in range(hosts)}
@@ -66,14 +70,14 @@ class Job:
         self.told: list[str] = []
         self.clock = {n: 5_000_000.0 * n for n in range(hosts)}
 
-    def say(self, kind: type[FromHost], host: int, *content: Any, attempt: int = -1) -> None:
-        """A message of the current attempt, or of another one."""
+    def send(self, kind: type[HostMessage], host: int, *content: Any, attempt: int = -1) -> None:
+        """Send a message of the current attempt, or of another one."""
         number = self.brain.attempt if attempt < 0 else attempt
         self.brain.receive(
             host, kind(host, number, self.clock[host] + self.now, *content), self.now
         )
 
-    def position(self, host: int, **fields: Any) -> Position:
+    def position(self, host: int, **fields: Any) -> HostProgress:
         return replace(POSITION, **{"moves": self.moves, **self.fields[host], **fields})
 
     def run(self, seconds: float) -> None:
@@ -82,7 +86,7 @@ class Job:
             self.moves += self.moving
             for host in range(len(self.names)):
                 if host not in self.silent:
-                    self.say(Beat, host, self.position(host))
+                    self.send(Heartbeat, host, self.position(host))
             self.brain.tick(self.now)
             self.collect()
 
@@ -96,11 +100,11 @@ class Job:
         self, host: int, rank: int, severity: Severity = Severity.FAILED, after: float = 0.0
     ) -> None:
         failure = Failure(self.names[host], rank, 1, "failed", "", Path("log"))
-        report = Report(failure, self.clock[host] + self.now + after, severity)
-        self.say(Reported, host, report)
+        report = FailureReport(failure, self.clock[host] + self.now + after, severity)
+        self.send(RankFailed, host, report)
 
     def end(self, host: int, code: int = 1, **fields: Any) -> None:
-        self.say(Ended, host, self.position(host, **{"joined": 1, "ended": code, **fields}))
+        self.send(AttemptEnded, host, self.position(host, **{"joined": 1, "ended": code, **fields}))
 
     def kinds(self) -> list[type[Order]]:
         return [type(order) for _, order in self.orders]
@@ -119,7 +123,11 @@ def test_a_job_that_ends_well() -> None:
     assert job.kinds() == []
     job.end(1, 0)
     job.run(1)
-    assert (job.kinds(), job.told, job.brain.phase) == ([FinishJob], ["finished"], JobPhase.OVER)
+    assert (job.kinds(), job.told, job.brain.phase) == (
+        [FinishJob],
+        ["finished"],
+        JobPhase.OVER,
+    )
 
 
 def test_a_failure_is_broadcast_at_once_and_waits_for_all_ends() -> None:
@@ -163,10 +171,10 @@ def test_a_failure_is_broadcast_at_once_and_waits_for_all_ends() -> None:
         ),
     ],
 )
-def test_the_first_failure_across_hosts_whose_clocks_differ(
+def test_first_failure_across_hosts_with_different_clocks(
     reports: list[tuple[int, int, Severity, float]], expected: int
 ) -> None:
-    """The hosts' clocks are weeks apart."""
+    """The hosts' clocks differ by weeks."""
     job = Job()
     job.run(10)
     for host, rank, severity, after in reports:
@@ -177,18 +185,18 @@ def test_the_first_failure_across_hosts_whose_clocks_differ(
     assert job.first[0] == f"h{expected}"
 
 
-def test_a_later_report_of_the_same_rank_knows_more() -> None:
+def test_later_report_of_the_same_rank_replaces_the_earlier() -> None:
     job = Job()
     job.run(5)
     job.fail(1, 1)
     failure = Failure("h1", 1, 9, "failed (exit code 9)", "", Path("log"))
-    job.end(1, report=Report(failure, job.clock[1] + job.now, Severity.FAILED))
+    job.end(1, report=FailureReport(failure, job.clock[1] + job.now, Severity.FAILED))
     job.end(0)
     job.run(1)
     assert job.brain.failure == failure
 
 
-def test_a_lost_host_is_named_unless_a_cause_is_known() -> None:
+def test_lost_host_is_the_failure_unless_there_is_a_cause() -> None:
     job = Job()
     job.run(5)
     job.silent.add(1)
@@ -199,14 +207,14 @@ def test_a_lost_host_is_named_unless_a_cause_is_known() -> None:
     assert job.first == ("h1", None)
     assert "no word" in str(job.brain.failure)
     assert job.brain.phase is JobPhase.OVER
-    # Back too late, it is told that all is over.
-    job.say(Hello, 1, POSITION)
+    # It reconnects too late, and is ordered to finish.
+    job.send(Hello, 1, POSITION)
     job.collect()
     assert job.orders[-1][0] == 1
     assert job.kinds()[-1] == FinishJob
 
 
-def test_what_a_lost_host_held_is_said() -> None:
+def test_place_of_a_lost_host_is_reported() -> None:
     job = Job(places=("stage 0 of 2, mesh 0 (tp2)", "stage 1 of 2, mesh 1 (dp2)"))
     job.run(5)
     job.silent.add(1)
@@ -222,12 +230,12 @@ def test_a_short_silence_does_no_harm() -> None:
     job.silent.add(1)
     job.run(9)
     job.silent.clear()
-    job.say(Hello, 1, POSITION)
+    job.send(Hello, 1, POSITION)
     job.run(30)
     assert job.brain.phase is JobPhase.RUNNING
 
 
-def test_time_in_which_the_coordinator_did_not_run_counts_against_nobody() -> None:
+def test_pause_of_the_coordinator_does_not_time_out_hosts() -> None:
     job = Job()
     job.run(5)
     job.now += 500
@@ -236,8 +244,8 @@ def test_time_in_which_the_coordinator_did_not_run_counts_against_nobody() -> No
     assert job.brain.phase is JobPhase.RUNNING
 
 
-def test_a_host_that_is_not_there_although_ranks_have_met() -> None:
-    """Its agent ended before it could say a word."""
+def test_absent_host_after_ranks_have_joined() -> None:
+    """Its agent ended before it could send a message."""
     job = Job()
     job.silent.add(1)
     job.run(10)
@@ -246,7 +254,7 @@ def test_a_host_that_is_not_there_although_ranks_have_met() -> None:
     assert job.first == ("h1", None)
 
 
-def test_a_host_that_never_comes() -> None:
+def test_host_that_never_connects() -> None:
     job = Job()
     job.silent.add(1)
     job.fields[0] = {"joined": 0}
@@ -256,7 +264,7 @@ def test_a_host_that_never_comes() -> None:
     assert "did not report within 100 s" in str(job.brain.failure)
 
 
-def test_restarts_are_counted_backed_off_and_told() -> None:
+def test_restarts_are_counted_delayed_and_notified() -> None:
     job = Job(max_restarts=2)
     for attempt in range(2):
         job.run(5)
@@ -282,14 +290,14 @@ def test_restarts_are_counted_backed_off_and_told() -> None:
     assert job.brain.summary()["attempt"] == 3
 
 
-def test_messages_of_an_earlier_attempt_are_passed_over() -> None:
+def test_messages_of_an_earlier_attempt_are_ignored() -> None:
     job = Job(max_restarts=1)
     job.run(5)
     job.fail(1, 1)
     for host in (0, 1):
         job.end(host)
     job.run(5)
-    job.say(Ended, 1, replace(POSITION, ended=1), attempt=0)
+    job.send(AttemptEnded, 1, replace(POSITION, ended=1), attempt=0)
     job.run(5)
     assert (job.brain.attempt, job.brain.phase) == (1, JobPhase.RUNNING)
 
@@ -303,9 +311,7 @@ def test_messages_of_an_earlier_attempt_are_passed_over() -> None:
         pytest.param([1, 0, 1, 0], 4, id="unless-it-joined-between"),
     ],
 )
-def test_what_does_not_get_as_far_as_joining_is_not_tried_for_ever(
-    joins: list[int], starts: int
-) -> None:
+def test_attempts_that_never_join_are_not_restarted_forever(joins: list[int], starts: int) -> None:
     job = Job(max_restarts=50)
     for joined in joins:
         for host in (0, 1):
@@ -321,7 +327,7 @@ def test_what_does_not_get_as_far_as_joining_is_not_tried_for_ever(
 def test_no_restart_after_a_stop_nor_after_a_loss() -> None:
     job = Job(max_restarts=5)
     job.run(5)
-    job.say(Stopping, 1, 15, None)
+    job.send(StopSignalled, 1, 15, None)
     for host in (0, 1):
         job.end(host, 143)
     job.run(5)
@@ -329,18 +335,18 @@ def test_no_restart_after_a_stop_nor_after_a_loss() -> None:
     assert job.told == ["stopped"]
     job = Job(max_restarts=5)
     job.silent.add(1)
-    job.say(Hello, 1, replace(POSITION, joined=0))
+    job.send(Hello, 1, replace(POSITION, joined=0))
     job.run(12)
     job.end(0)
     job.run(2)
     assert job.kinds() == [EndAttempt, FinishJob]
 
 
-def test_a_stop_that_nobody_asked_for_is_a_failure_and_final() -> None:
+def test_stop_without_a_request_is_a_final_failure() -> None:
     job = Job(max_restarts=5)
     job.run(5)
     cause = Failure("h1", None, None, "lost its script", "", Path("/o"))
-    job.say(Stopping, 1, 15, cause)
+    job.send(StopSignalled, 1, 15, cause)
     for host in (0, 1):
         job.end(host, 143)
     job.run(5)
@@ -349,7 +355,7 @@ def test_a_stop_that_nobody_asked_for_is_a_failure_and_final() -> None:
     assert [order for _, order in job.orders] == [StopJob(15, cause), FinishJob(cause)]
 
 
-def test_the_rest_is_left_alone() -> None:
+def test_on_failure_leave_keeps_the_other_hosts_running() -> None:
     job = Job(on_failure="leave")
     job.run(5)
     job.fail(1, 1)
@@ -363,11 +369,11 @@ def test_the_rest_is_left_alone() -> None:
 
 
 def at(host: str, rank: int, **fields: Any) -> tuple[RankProgress]:
-    given = {"step": 7, "doing": "in training", "stopped": False, "answered": True, "stack": ""}
-    return (RankProgress(host, rank, log=Path("log"), **{**given, **fields}),)
+    defaults = {"step": 7, "doing": "in training", "stopped": False, "answered": True, "stack": ""}
+    return (RankProgress(host, rank, log=Path("log"), **{**defaults, **fields}),)
 
 
-def test_a_stall_asks_for_stacks_and_names_the_rank_behind() -> None:
+def test_stall_requests_stacks_and_reports_the_straggler() -> None:
     job = Job()
     job.run(5)
     job.moving = False
@@ -375,8 +381,8 @@ def test_a_stall_asks_for_stacks_and_names_the_rank_behind() -> None:
     assert job.kinds() == []
     job.run(2)
     assert job.kinds() == [DumpStacks]
-    job.say(Stacks, 0, at("h0", 0))
-    job.say(Stacks, 1, at("h1", 1, step=6, stack="where"))
+    job.send(RankStacks, 0, at("h0", 0))
+    job.send(RankStacks, 1, at("h1", 1, step=6, stack="where"))
     job.run(1)
     assert job.kinds() == [DumpStacks, EndAttempt]
     assert job.first == ("h1", 1)
@@ -386,7 +392,7 @@ def test_a_stall_asks_for_stacks_and_names_the_rank_behind() -> None:
     assert job.told == ["stalled"]
 
 
-def test_a_stall_of_which_no_host_can_say_more() -> None:
+def test_stall_without_replies_from_hosts() -> None:
     job = Job()
     job.run(5)
     job.moving = False
@@ -435,10 +441,10 @@ def test_a_restart_whose_ranks_do_not_join() -> None:
 
 
 @pytest.mark.parametrize("last", [1, 0])
-def test_a_stop_is_told_once_all_have_ended(last: int) -> None:
+def test_stop_is_notified_once_all_hosts_have_ended(last: int) -> None:
     job = Job()
     job.run(5)
-    job.say(Stopping, 0, 15, None)
+    job.send(StopSignalled, 0, 15, None)
     job.end(1 - last, 0)
     job.run(5)
     assert job.told == []
@@ -447,15 +453,15 @@ def test_a_stop_is_told_once_all_have_ended(last: int) -> None:
     assert (job.told, job.brain.phase) == (["stopped"], JobPhase.OVER)
 
 
-def test_a_first_host_that_goes_tells_of_the_stop_all_the_same() -> None:
-    """Others may have long grace periods, and it waits for nobody."""
+def test_stop_is_notified_when_host_0_ends_first() -> None:
+    """Other hosts may have long grace periods, and host 0 does not wait for them."""
     job = Job()
     job.run(5)
-    job.brain.leave(job.now)
+    job.brain.abandon_stop(job.now)
     assert job.brain.phase is JobPhase.RUNNING
-    job.say(Stopping, 0, 15, None)
+    job.send(StopSignalled, 0, 15, None)
     job.end(0, 0)
-    job.brain.leave(job.now)
+    job.brain.abandon_stop(job.now)
     job.collect()
     assert (job.told, job.brain.phase) == (["stopped"], JobPhase.OVER)
 
@@ -469,9 +475,9 @@ FAILURES = st.builds(
     traceback=st.text(max_size=3),
     log=st.just(Path("log")),
 )
-REPORTS = st.builds(Report, FAILURES, st.floats(-1e9, 1e9), st.sampled_from(Severity))
+REPORTS = st.builds(FailureReport, FAILURES, st.floats(-1e9, 1e9), st.sampled_from(Severity))
 POSITIONS = st.builds(
-    Position,
+    HostProgress,
     status=st.sampled_from(HostStatus),
     joined=st.integers(-1, 2),
     nproc=st.integers(-1, 2),
@@ -484,10 +490,10 @@ POSITIONS = st.builds(
 HEAD = (st.integers(-1, 3), st.integers(-1, 2), st.floats(-1e9, 1e9))
 RANKS = st.builds(at, st.just("h0"), st.integers(-1, 3), step=st.none() | st.integers(0, 9))
 MESSAGES = st.one_of(
-    *(st.builds(kind, *HEAD, POSITIONS) for kind in (Hello, Beat, Ended)),
-    st.builds(Reported, *HEAD, REPORTS),
-    st.builds(Stacks, *HEAD, st.just(()) | RANKS),
-    st.builds(Stopping, *HEAD, st.integers(-1, 99), st.none() | FAILURES),
+    *(st.builds(kind, *HEAD, POSITIONS) for kind in (Hello, Heartbeat, AttemptEnded)),
+    st.builds(RankFailed, *HEAD, REPORTS),
+    st.builds(RankStacks, *HEAD, st.just(()) | RANKS),
+    st.builds(StopSignalled, *HEAD, st.integers(-1, 99), st.none() | FAILURES),
 )
 
 
@@ -497,14 +503,14 @@ MESSAGES = st.one_of(
     st.integers(0, 2),
 )
 def test_odd_messages_do_no_harm_and_every_change_is_news(
-    messages: list[tuple[int, FromHost, float]], max_restarts: int
+    messages: list[tuple[int, HostMessage, float]], max_restarts: int
 ) -> None:
     job = Job(max_restarts=max_restarts)
-    told: dict[str, Any] = {}
+    previous: dict[str, Any] = {}
     for host, message, seconds in messages:
         job.brain.receive(host, message, job.now)
         job.now += seconds
         job.brain.tick(job.now)
-        said = json.loads(json.dumps(job.brain.summary()))
-        assert job.brain.news or said == told
-        told, job.brain.news = said, False
+        summary = json.loads(json.dumps(job.brain.summary()))
+        assert job.brain.news or summary == previous
+        previous, job.brain.news = summary, False

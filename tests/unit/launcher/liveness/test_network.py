@@ -1,4 +1,4 @@
-"""Both ends of the agents' connections, on real sockets. Time is what a test says."""
+"""Tests of both ends of the agents' connections, on real sockets. The test controls the time."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import pytest
 from flagscale.launcher.liveness.diagnosis import Failure
 from flagscale.launcher.liveness.messages import (
     FinishJob,
-    FromHost,
+    HostMessage,
     KeepAlive,
     Order,
     StartAttempt,
-    Stopping,
+    StopSignalled,
 )
 from flagscale.launcher.liveness.network import (
     ADMISSION_SECONDS,
     MAX_UNAUTHENTICATED,
     Client,
     Server,
-    allow_files,
+    raise_file_limit,
 )
 from flagscale.launcher.liveness.protocol import MAGIC, NONCE_BYTES
 
@@ -41,7 +41,7 @@ class Link:
         self.selector = selectors.DefaultSelector()
         self.server = Server(SECRET, 0, self.selector, hosts)
         self.clients: list[Client] = []
-        self.heard: list[tuple[int, FromHost]] = []
+        self.heard: list[tuple[int, HostMessage]] = []
         self.orders: list[Order] = []
         self.reading = True
 
@@ -65,18 +65,18 @@ class Link:
 
 @pytest.fixture
 def link() -> Iterator[Link]:
-    made = Link(3)
-    made.turn(0.0)
-    yield made
-    for client in made.clients:
+    network = Link(3)
+    network.turn(0.0)
+    yield network
+    for client in network.clients:
         client.close()
-    made.server.close()
-    assert not made.selector.get_map()
-    made.selector.close()
+    network.server.close()
+    assert not network.selector.get_map()
+    network.selector.close()
 
 
-def stopping(host: int, number: int = 15) -> Stopping:
-    return Stopping(host, 0, 0.0, number, None)
+def stopping(host: int, number: int = 15) -> StopSignalled:
+    return StopSignalled(host, 0, 0.0, number, None)
 
 
 def test_messages_go_both_ways_to_one_or_to_all(link: Link) -> None:
@@ -93,8 +93,8 @@ def test_messages_go_both_ways_to_one_or_to_all(link: Link) -> None:
     assert sorted(link.orders, key=str) == [KeepAlive(), KeepAlive(), StartAttempt(5)]
 
 
-def test_what_does_not_fit_is_sent_once_there_is_room(link: Link) -> None:
-    """Nothing waits for an agent that does not read."""
+def test_pending_data_is_sent_when_the_socket_is_writable(link: Link) -> None:
+    """The sender does not wait for an agent that does not read."""
     client = link.connect()
     link.until(lambda: client.fresh)
     client.send(stopping(1))
@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_sent_once_there_is_room(link: Link) -> None:
     assert link.orders == [order] * 20
 
 
-def test_a_host_that_comes_again_leaves_its_old_connection(link: Link) -> None:
+def test_reconnected_host_replaces_its_old_connection(link: Link) -> None:
     first = link.connect()
     link.until(lambda: first.fresh)
     first.send(stopping(1))
@@ -125,29 +125,29 @@ def test_a_host_that_comes_again_leaves_its_old_connection(link: Link) -> None:
     first.close()
     link.server.send(1, StartAttempt(1))
     link.until(lambda: link.orders)
-    assert link.server.connected()
+    assert link.server.has_connections()
     second.close()
-    link.until(lambda: not link.server.connected())
+    link.until(lambda: not link.server.has_connections())
 
 
-def test_the_oldest_of_too_many_unauthenticated_peers_goes(link: Link) -> None:
-    """All hosts of the run may come at once beside them."""
+def test_oldest_of_too_many_unauthenticated_peers_is_disconnected(link: Link) -> None:
+    """All hosts of the run may connect at once in addition."""
     count = 3 + MAX_UNAUTHENTICATED
     peers = []
     for _ in range(count + 1):
         peers.append(socket.create_connection(("127.0.0.1", link.server.port)))
         link.turn(0.0)
     link.turn(0.0)
-    gone = []
+    disconnected = []
     for peer in peers:
         peer.setblocking(False)
         assert len(peer.recv(len(MAGIC) + NONCE_BYTES)) == len(MAGIC) + NONCE_BYTES
         try:
-            gone.append(peer.recv(1) == b"")
+            disconnected.append(peer.recv(1) == b"")
         except BlockingIOError:
-            gone.append(False)
-    assert gone == [True] + [False] * count
-    # The others are hung up on when their time is over.
+            disconnected.append(False)
+    assert disconnected == [True] + [False] * count
+    # The other connections are closed after the admission timeout.
     link.turn(time.monotonic() + ADMISSION_SECONDS + 1)
     assert peers[-1].recv(1) == b""
     for peer in peers:
@@ -156,7 +156,7 @@ def test_the_oldest_of_too_many_unauthenticated_peers_goes(link: Link) -> None:
 
 LIMITED = """
 import resource, selectors, socket, sys
-from flagscale.launcher.liveness.network import Server, allow_files
+from flagscale.launcher.liveness.network import Server, raise_file_limit
 selector = selectors.DefaultSelector()
 server = Server(b"s" * 32, 0, selector, 2)
 list(server.poll((), 0.0))
@@ -166,7 +166,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (used + 3, used + 200))
 listening = lambda: any(key.data is None for key in selector.get_map().values())
 list(server.poll(selector.select(9), 0.0))
 print(listening(), len(selector.get_map()))
-print(allow_files(10), allow_files(1000) == used + 200)
+print(raise_file_limit(10), raise_file_limit(1000) == used + 200)
 list(server.poll((), 9.0))
 list(server.poll(selector.select(9), 9.0))
 print(listening(), len(selector.get_map()))
@@ -174,14 +174,14 @@ print(listening(), len(selector.get_map()))
 
 
 def test_a_server_without_descriptors_does_not_spin_and_recovers() -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", LIMITED], capture_output=True, text=True, check=False, timeout=60
     )
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == ["False 3", "None True", "True 10"]
+    assert result.stderr == ""
+    assert result.stdout.splitlines() == ["False 3", "None True", "True 10"]
 
 
-def test_a_limit_that_does_is_left_alone() -> None:
+def test_sufficient_file_limit_is_unchanged() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert allow_files(10) is None
+    assert raise_file_limit(10) is None
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before

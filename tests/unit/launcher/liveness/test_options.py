@@ -1,4 +1,4 @@
-"""What an agent is told: there and back, and in sentences where it is broken."""
+"""Tests of agent options: JSON round trip, and error messages for invalid options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flagscale.launcher.liveness.options import AgentOptions, parse, runs
+from flagscale.launcher.liveness.options import AgentOptions, compress_places, parse_command_line
 
 ALONE = AgentOptions(
     max_restarts=2,
@@ -48,12 +48,14 @@ def test_options_are_read_as_they_were_written(options: AgentOptions) -> None:
     assert AgentOptions.from_json(options.to_json()) == options
 
 
-def test_what_a_job_says_goes_before_what_the_script_has() -> None:
-    said = '{"name": "gpu7", "hosts": ["gpu[7-8],x1"], "liveness_port": 5, "earlier_starts": 1}'
-    found = AgentOptions.from_json(ALONE.to_json(), said)
-    assert found.names == ["gpu7", "gpu8", "x1"]
-    told = {"name": "gpu7", "hosts": ("gpu[7-8],x1",), "liveness_port": 5, "earlier_starts": 1}
-    assert found == replace(ALONE, **told)
+def test_options_of_the_job_take_precedence_over_the_script() -> None:
+    job_options = (
+        '{"name": "gpu7", "hosts": ["gpu[7-8],x1"], "liveness_port": 5, "earlier_starts": 1}'
+    )
+    options = AgentOptions.from_json(ALONE.to_json(), job_options)
+    assert options.names == ["gpu7", "gpu8", "x1"]
+    expected = {"name": "gpu7", "hosts": ("gpu[7-8],x1",), "liveness_port": 5, "earlier_starts": 1}
+    assert options == replace(ALONE, **expected)
     with pytest.raises(ValueError, match="this is no JSON"):
         AgentOptions.from_json(ALONE.to_json(), '{"name": ')
 
@@ -68,10 +70,10 @@ def test_names_are_those_of_all_hosts_in_their_order() -> None:
     [[], ["a", "a", "a", "b"], ["a", "b b", "b b", "a"], ["c"] * 4],
     ids=["alike", "two", "three", "one"],
 )
-def test_what_hosts_hold_is_said_once_for_those_in_a_row(places: list[str]) -> None:
-    told = replace(FIRST, places=tuple(runs(places)))
-    assert told.places_by_host == places
-    assert len(told.places) == sum(1 for _ in groupby(places))
+def test_places_of_consecutive_hosts_are_compressed(places: list[str]) -> None:
+    options = replace(FIRST, places=tuple(compress_places(places)))
+    assert options.places_by_host == places
+    assert len(options.places) == sum(1 for _ in groupby(places))
 
 
 def broken(**changes: Any) -> str:
@@ -104,23 +106,23 @@ def broken(**changes: Any) -> str:
         pytest.param(broken(liveness_port=None), "liveness_port is null: expected", id="null"),
     ],
 )
-def test_broken_options_are_told_in_a_sentence(
+def test_error_messages_of_invalid_options(
     text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ValueError, match=message):
         AgentOptions.from_json(text)
     with pytest.raises(SystemExit) as ended:
-        parse(["--options", text, "--", "prog"], "r")
+        parse_command_line(["--options", text, "--", "prog"], "r")
     assert ended.value.code == 2
     assert "error: --options: " in capsys.readouterr().err
 
 
 def test_the_command_line_ends_where_the_command_begins() -> None:
-    given = ["--options", FIRST.to_json()]
+    arguments = ["--options", FIRST.to_json()]
     command = ["prog", "--options", "--", "--sweep"]
-    line = parse([*given, "--", *command], "r")
+    line = parse_command_line([*arguments, "--", *command], "r")
     assert (line.options, line.command, line.sweep) == (FIRST, tuple(command), False)
-    assert parse([*given, "--sweep"], "r").sweep
+    assert parse_command_line([*arguments, "--sweep"], "r").sweep
 
 
 @pytest.mark.parametrize(
@@ -135,5 +137,5 @@ def test_a_command_line_that_cannot_be(
     argv: list[str], run_id: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        parse(argv, run_id)
+        parse_command_line(argv, run_id)
     assert message in capsys.readouterr().err

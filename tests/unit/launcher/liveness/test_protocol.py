@@ -19,76 +19,80 @@ from flagscale.launcher.liveness.protocol import (
 SECRET = b"s" * 32
 
 
-def meet(server_secret: bytes = SECRET, client_secret: bytes = SECRET) -> tuple[Channel, Channel]:
-    """Two ends that have shaken hands."""
+def connect_channels(
+    server_secret: bytes = SECRET, client_secret: bytes = SECRET
+) -> tuple[Channel, Channel]:
+    """Return two channels after the handshake."""
     server, client = Channel(server_secret, server=True), Channel(client_secret, server=False)
     for _ in range(3):
-        server.receive(client.take())
-        client.receive(server.take())
+        server.receive(client.take_outgoing())
+        client.receive(server.take_outgoing())
     return server, client
 
 
 @given(messages=st.lists(st.binary(max_size=200), max_size=5), cut=st.integers(1, 50))
 def test_messages_arrive_however_they_are_cut(messages: list[bytes], cut: int) -> None:
-    server, client = meet()
+    server, client = connect_channels()
     for message in messages:
         client.send(message)
-    data = client.take()
+    data = client.take_outgoing()
     got = []
     for start in range(0, len(data), cut):
         got += server.receive(data[start : start + cut])
     assert got == messages
 
 
-def test_what_is_sent_before_the_handshake_arrives_after_it() -> None:
+def test_messages_before_the_handshake_are_sent_after_it() -> None:
     server, client = Channel(SECRET, server=True), Channel(SECRET, server=False)
     client.send(b"hello")
     server.send(b"beat")
     heard: list[Any] = []
     for _ in range(3):
-        heard += server.receive(client.take())
-        heard += client.receive(server.take())
+        heard += server.receive(client.take_outgoing())
+        heard += client.receive(server.take_outgoing())
     assert heard == [b"beat", b"hello"]
 
 
-def test_another_secret_is_refused_by_the_server_which_proves_nothing() -> None:
+def test_server_rejects_a_wrong_secret_before_proving_its_own() -> None:
     server, client = Channel(SECRET, server=True), Channel(b"other", server=False)
-    server.receive(client.take())
-    client.receive(server.take())
+    server.receive(client.take_outgoing())
+    client.receive(server.take_outgoing())
     with pytest.raises(ProtocolError, match="secret"):
-        server.receive(client.take())
+        server.receive(client.take_outgoing())
     assert not server.ready
-    assert server.take() == b""
+    assert server.take_outgoing() == b""
 
 
 def test_a_false_server_is_refused_by_the_client() -> None:
     client = Channel(SECRET, server=False)
     client.receive(MAGIC + os.urandom(NONCE_BYTES))
-    proof = client.take()[-MAC_BYTES:]
+    proof = client.take_outgoing()[-MAC_BYTES:]
     with pytest.raises(ProtocolError, match="secret"):
         client.receive(proof)  # its own words, sent back
 
 
 @given(data=st.binary(min_size=1, max_size=300))
-def test_noise_never_gets_in(data: bytes) -> None:
-    """Any bytes are refused or waited for; none make a message, and no more is said than once."""
+def test_arbitrary_bytes_never_authenticate(data: bytes) -> None:
+    """Any bytes are rejected or incomplete; none are decoded as a message, and at most one reply is
+    sent.
+    """
     server = Channel(SECRET, server=True)
-    said = server.take()
+    outgoing = server.take_outgoing()
     try:
         assert server.receive(data) == []
         assert server.receive(MAGIC + data + bytes(100)) == []
     except ProtocolError:
         pass
     assert not server.ready
-    assert len(said) == len(MAGIC) + NONCE_BYTES
-    assert server.take() == b""
+    assert len(outgoing) == len(MAGIC) + NONCE_BYTES
+    assert server.take_outgoing() == b""
 
 
 @given(at=st.integers(0, 10_000), bit=st.integers(0, 7))
 def test_an_altered_frame_is_refused(at: int, bit: int) -> None:
-    server, client = meet()
+    server, client = connect_channels()
     client.send(b"beat of attempt 3")
-    data = bytearray(client.take())
+    data = bytearray(client.take_outgoing())
     data[at % len(data)] ^= 1 << bit
     try:
         assert server.receive(bytes(data)) == []  # a longer frame, which never ends
@@ -97,34 +101,34 @@ def test_an_altered_frame_is_refused(at: int, bit: int) -> None:
 
 
 def test_frames_cannot_be_repeated_dropped_or_turned_around() -> None:
-    server, client = meet()
+    server, client = connect_channels()
     client.send(b"1")
-    first = client.take()
+    first = client.take_outgoing()
     client.send(b"2")
-    second = client.take()
+    second = client.take_outgoing()
     assert server.receive(first) == [b"1"]
     with pytest.raises(ProtocolError):
         server.receive(first)
-    server, client = meet()
+    server, client = connect_channels()
     client.send(b"1")
-    client.take()
+    client.take_outgoing()
     client.send(b"2")
     with pytest.raises(ProtocolError):
-        server.receive(client.take())
-    server, client = meet()
+        server.receive(client.take_outgoing())
+    server, client = connect_channels()
     client.send(b"1")
     with pytest.raises(ProtocolError):
-        client.receive(client.take())
+        client.receive(client.take_outgoing())
     assert second
 
 
-def test_a_frame_too_long_is_refused_before_it_is_read() -> None:
-    server, _ = meet()
+def test_too_long_frame_is_rejected_before_it_is_read() -> None:
+    server, _ = connect_channels()
     with pytest.raises(ProtocolError, match="a frame of"):
         server.receive((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
 
 
 def test_a_message_too_long_is_not_sent() -> None:
-    _, client = meet()
+    _, client = connect_channels()
     with pytest.raises(ValueError, match="too long"):
         client.send(bytes(MAX_FRAME_BYTES + 1))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from flagscale.launcher.liveness.diagnosis import Severity
-from flagscale.launcher.liveness.job import behind, stalled_report
+from flagscale.launcher.liveness.job import find_straggler, stalled_report
 from flagscale.launcher.liveness.messages import RankProgress
 
 IN_COLLECTIVE = 'File "/v/torch/distributed/distributed_c10d.py", line 2810 in all_reduce'
@@ -14,8 +14,8 @@ IN_LOADER = 'File "/v/torch/utils/data/dataloader.py", line 1200 in _try_get_dat
 
 
 def at(rank: int, step: int | None = 5, **fields: Any) -> RankProgress:
-    given = {"doing": "in training", "stopped": False, "answered": True, "stack": IN_COLLECTIVE}
-    return RankProgress("h", rank, step, log=Path("log"), **{**given, **fields})
+    defaults = {"doing": "in training", "stopped": False, "answered": True, "stack": IN_COLLECTIVE}
+    return RankProgress("h", rank, step, log=Path("log"), **{**defaults, **fields})
 
 
 @pytest.mark.parametrize(
@@ -32,16 +32,16 @@ def at(rank: int, step: int | None = 5, **fields: Any) -> RankProgress:
     ],
 )
 def test_the_rank_behind(ranks: list[RankProgress], expected: int | None) -> None:
-    found = behind(ranks)
-    assert (found.rank if found else None) == expected
+    straggler = find_straggler(ranks)
+    assert (straggler.rank if straggler else None) == expected
 
 
 def test_the_report_names_rank_step_and_stack() -> None:
     report = stalled_report([at(0), at(1, 4, stopped=True)], 61.2, "h", Path("out"))
     assert report.severity is Severity.KILLED
     assert report.failure.headline() == (
-        "h: rank 1 stalled: no rank has got on for 61 s, and this one is behind in training at "
-        "step 4; its process is stopped (SIGSTOP)"
+        "h: rank 1 stalled: no rank has made progress for 61 s, and this one is behind in training "
+        "at step 4; its process is stopped (SIGSTOP)"
     )
     assert report.failure.traceback == IN_COLLECTIVE
     alone = stalled_report([], 5, "h", Path("out"))

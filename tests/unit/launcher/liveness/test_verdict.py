@@ -1,4 +1,4 @@
-"""What the launcher makes of the hosts' files once their agents have agreed, or could not."""
+"""Tests of the launcher's reading of the hosts' files, with and without the agents' decision."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from flagscale.files import plain
-from flagscale.launcher.failures import first_failure, job_record
+from flagscale.files import to_plain
+from flagscale.launcher.failures import find_first_failure, read_job_record
 from flagscale.launcher.layout import EXIT_FILE, LIVENESS_FILE
 from flagscale.launcher.liveness.diagnosis import Failure
 from flagscale.launcher.planning.model import RunnerHandle
@@ -19,7 +19,7 @@ from flagscale.status import Event
 
 
 def verdict(host: str, rank: int | None, code: int | None = None) -> dict[str, Any]:
-    return plain(Failure(host, rank, code, "was lost", "", Path("log")))
+    return to_plain(Failure(host, rank, code, "was lost", "", Path("log")))
 
 
 @pytest.fixture
@@ -36,40 +36,40 @@ def state(tmp_path: Path) -> RunState:
 
 
 def leave(state: RunState, host: int, name: str = EXIT_FILE, **record: Any) -> None:
-    given = {"code": 1, "phase": "job", "signal": None, "ended": 1.0, **record}
-    (state.hosts[host].run_dir / name).write_text(json.dumps(given), encoding="utf-8")
+    fields = {"code": 1, "phase": "job", "signal": None, "ended": 1.0, **record}
+    (state.hosts[host].run_dir / name).write_text(json.dumps(fields), encoding="utf-8")
 
 
 def first(state: RunState, *events: Event) -> tuple[str, int | None, int | None, str]:
-    found = first_failure(state, {event.rank: [event] for event in events})
-    assert found is not None
-    return found.host, found.rank, found.exit_code, found.reason
+    failure = find_first_failure(state, {event.rank: [event] for event in events})
+    assert failure is not None
+    return failure.host, failure.rank, failure.exit_code, failure.reason
 
 
-def test_host_0_knows_best(state: RunState) -> None:
+def test_failure_of_host_0_takes_precedence(state: RunState) -> None:
     leave(state, 0, failure=verdict("h1", 1, 3))
     leave(state, 1, failure=verdict("h0", None))
     assert first(state)[:3] == ("h1", 1, 3)
 
 
-def test_another_host_knows_where_host_0_left_nothing(state: RunState) -> None:
+def test_failure_of_another_host_without_a_record_of_host_0(state: RunState) -> None:
     leave(state, 1, failure=verdict("h0", None))
     assert first(state)[:2] == ("h0", None)
 
 
-def test_while_it_runs_the_coordinator_tells(state: RunState) -> None:
+def test_failure_from_the_summary_while_the_job_runs(state: RunState) -> None:
     shortened = {**verdict("h1", 1), "reason": "failed: E: m"}
     leave(state, 0, LIVENESS_FILE, attempt=2, attempts=3, failure=shortened)
     assert first(state)[:2] == ("h1", 1)
-    assert job_record(state.hosts)["attempt"] == 2
+    assert read_job_record(state.hosts)["attempt"] == 2
     failed = Event(1, 5.0, "failed", {"kind": "E", "message": "m\nall of it"})
     assert first(state, failed)[3] == "failed: E: m\nall of it"
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_agent_explains_a_loss(state: RunState, victim: int) -> None:
-    other = 1 - victim
-    leave(state, other, failure=verdict(f"h{victim}", None))
+    survivor = 1 - victim
+    leave(state, survivor, failure=verdict(f"h{victim}", None))
     leave(state, victim, code=137, phase="agent")
     host, rank, code, reason = first(state)
     assert (host, rank, code) == (f"h{victim}", None, 137)

@@ -1,4 +1,4 @@
-"""What an agent sees of its ranks."""
+"""Tests of an agent's view of its ranks: status files, stacks and processes."""
 
 from __future__ import annotations
 
@@ -14,55 +14,59 @@ import pytest
 from support.launch_lab import until
 
 from flagscale.hosts import kernel, processes
-from flagscale.launcher.layout import HostFiles, latest_status, status_directory
+from flagscale.launcher.layout import HostFiles, latest_status_directory, status_directory
 from flagscale.launcher.liveness import secret
 from flagscale.launcher.liveness.attempt import Attempt, Stage
-from flagscale.launcher.liveness.watch import RankWatch, StackCall
-from flagscale.status import BUSY, RUN_ID_VARIABLE, STEP, StatusWriter, read_progress
+from flagscale.launcher.liveness.watch import RankWatch, StackDump
+from flagscale.status import BUSY_ACTIVITIES, RUN_ID_VARIABLE, TRAINING, StatusWriter, read_progress
 
 
 def test_progress_and_events_are_moves_and_repetitions_are_not(tmp_path: Path) -> None:
     watch, rank = RankWatch(tmp_path), StatusWriter(tmp_path, 3)
-    watch.look()
-    assert (watch.moves, watch.joined, watch.step(3)) == (0, set(), None)
+    watch.refresh()
+    assert (watch.progress_count, watch.joined, watch.step_of(3)) == (0, set(), None)
     rank.write("started", rank=3)
     rank.write("warning", message="odd")
-    watch.look()
-    assert watch.moves == 0
+    watch.refresh()
+    assert watch.progress_count == 0
     rank.write("joined")
-    watch.look()
-    assert (watch.moves, watch.joined) == (1, {3})
+    watch.refresh()
+    assert (watch.progress_count, watch.joined) == (1, {3})
     for step, moves in ((1, 2), (1, 2), (2, 3)):
         rank.write_progress(step)
-        watch.look()
-        assert (watch.moves, watch.step(3), watch.doing(3)) == (moves, step, STEP)
+        watch.refresh()
+        assert (watch.progress_count, watch.step_of(3), watch.activity_of(3)) == (
+            moves,
+            step,
+            TRAINING,
+        )
     assert not watch.busy
-    rank.write_progress(2, BUSY[1])
-    watch.look()
+    rank.write_progress(2, BUSY_ACTIVITIES[1])
+    watch.refresh()
     assert watch.busy
     rank.write("failed", kind="E", message="m")
-    watch.look()
+    watch.refresh()
     assert watch.failed
 
 
 def test_a_program_that_writes_events_alone_moves_by_its_progress(tmp_path: Path) -> None:
     watch, rank = RankWatch(tmp_path), StatusWriter(tmp_path, 0)
     rank.write("progress", step=7)
-    watch.look()
+    watch.refresh()
     (tmp_path / "rank_0.place").write_text("")
-    assert (watch.moves, watch.step(0)) == (1, 7)
+    assert (watch.progress_count, watch.step_of(0)) == (1, 7)
     rank.write("progress", step=8)
-    watch.look()
-    assert (watch.moves, watch.step(0)) == (2, 8)
+    watch.refresh()
+    assert (watch.progress_count, watch.step_of(0)) == (2, 8)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"step": null, "doing": ""}', '{"step": "x"}'])
-def test_half_of_what_a_rank_says_is_none(tmp_path: Path, text: str) -> None:
+def test_incomplete_event_is_not_read(tmp_path: Path, text: str) -> None:
     (tmp_path / "rank_0.place").write_text(text)
     assert read_progress(tmp_path, 0) is None
 
 
-def test_only_who_has_a_handler_is_asked_for_its_stacks(tmp_path: Path) -> None:
+def test_only_processes_with_a_handler_get_the_stack_signal(tmp_path: Path) -> None:
     view = HostFiles("h", 0, 3, tmp_path, tmp_path / "out")
     handler = "import faulthandler, signal; faulthandler.register(signal.SIGUSR2);"
     sleeping = "import time\ndef wait_for_it():\n time.sleep(600)\nwait_for_it()"
@@ -73,13 +77,13 @@ def test_only_who_has_a_handler_is_asked_for_its_stacks(tmp_path: Path) -> None:
         with log.open("wb") as file:
             ranks[rank] = subprocess.Popen([sys.executable, "-c", program], stderr=file)
     try:
-        until(lambda: all(kernel.catches(ranks[r].pid, signal.SIGUSR2) for r in (0, 2)))
+        until(lambda: all(kernel.catches_signal(ranks[r].pid, signal.SIGUSR2) for r in (0, 2)))
         os.kill(ranks[2].pid, signal.SIGSTOP)
         until(lambda: kernel.is_stopped(ranks[2].pid))
-        found = {r: processes.identify(p.pid) for r, p in ranks.items()}
-        call = StackCall(view, RankWatch(tmp_path), {r: p for r, p in found.items() if p})
-        until(lambda: call.complete(time.monotonic()))
-        first, second, third = call.ranks()
+        identity = {r: processes.identify_process(p.pid) for r, p in ranks.items()}
+        call = StackDump(view, RankWatch(tmp_path), {r: p for r, p in identity.items() if p})
+        until(lambda: call.is_complete(time.monotonic()))
+        first, second, third = call.rank_progress()
         assert "in wait_for_it" in first.stack
         assert (first.answered, second.answered, third.answered) == (True, True, False)
         assert third.stopped
@@ -97,11 +101,11 @@ def test_a_stack_that_is_still_written_is_waited_for(tmp_path: Path) -> None:
     handler = "import signal, time; signal.signal(signal.SIGUSR2, lambda *_: None); time.sleep(600)"
     rank = subprocess.Popen([sys.executable, "-c", handler])
     try:
-        until(lambda: kernel.catches(rank.pid, signal.SIGUSR2))
-        found = processes.identify(rank.pid)
-        assert found is not None
+        until(lambda: kernel.catches_signal(rank.pid, signal.SIGUSR2))
+        process = processes.identify_process(rank.pid)
+        assert process is not None
         view = HostFiles("h", 0, 1, tmp_path, tmp_path / "out")
-        call = StackCall(view, RankWatch(tmp_path), {0: found})
+        call = StackDump(view, RankWatch(tmp_path), {0: process})
         looks = []
         with log.open("a") as file:
             # By turns: a part is written, and someone looks twice.
@@ -110,37 +114,40 @@ def test_a_stack_that_is_still_written_is_waited_for(tmp_path: Path) -> None:
             ):
                 file.write(part)
                 file.flush()
-                looks += [call.complete(10.0 * number + 1), call.complete(10.0 * number + 1.2)]
+                looks += [
+                    call.is_complete(10.0 * number + 1),
+                    call.is_complete(10.0 * number + 1.2),
+                ]
         assert looks == [False] * 6
-        assert call.complete(30.0)
+        assert call.is_complete(30.0)
         assert call.answers() == {0: "Current thread 0x1 (most recent call first):"}
     finally:
         rank.kill()
         rank.wait()
 
 
-def test_the_latest_attempt_is_found(tmp_path: Path) -> None:
-    assert latest_status(tmp_path) == tmp_path / "status"
+def test_latest_attempt_is_selected(tmp_path: Path) -> None:
+    assert latest_status_directory(tmp_path) == tmp_path / "status"
     for number in (0, 2, 10):
         (tmp_path / status_directory(number)).mkdir()
-    assert latest_status(tmp_path).name == "status.10"
+    assert latest_status_directory(tmp_path).name == "status.10"
 
 
-def test_a_secret_leaves_the_environment_and_is_kept_for_later(
+def test_secret_is_moved_from_the_environment_to_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert secret.take(tmp_path) is None
+    assert secret.take_secret(tmp_path) is None
     monkeypatch.setenv(secret.VARIABLE, "a" * 64)
-    assert secret.take(tmp_path) == b"a" * 64
+    assert secret.take_secret(tmp_path) == b"a" * 64
     assert secret.VARIABLE not in os.environ
-    assert secret.take(tmp_path) == b"a" * 64
+    assert secret.take_secret(tmp_path) == b"a" * 64
     assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
     monkeypatch.setenv(secret.VARIABLE, "short")
-    assert secret.take(tmp_path / "other") is None
+    assert secret.take_secret(tmp_path / "other") is None
 
 
-def test_a_rank_that_ends_by_itself_is_not_told_to(tmp_path: Path) -> None:
-    """Its own exit code is worth more than a signal's."""
+def test_rank_that_ends_by_itself_gets_no_signal(tmp_path: Path) -> None:
+    """Its own exit code is more informative than a signal's."""
     program = (
         "import os, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w').close();"
         "time.sleep(1); sys.exit(7 if os.environ['RANK'] == '0' else 0)"
@@ -159,7 +166,7 @@ def test_a_rank_that_ends_by_itself_is_not_told_to(tmp_path: Path) -> None:
 
     def over() -> bool:
         with suppress(ChildProcessError):
-            attempt.reaped(*os.waitpid(-1, os.WNOHANG))
+            attempt.on_child_exit(*os.waitpid(-1, os.WNOHANG))
         attempt.step(time.monotonic())
         return attempt.stage is Stage.OVER
 

@@ -1,13 +1,14 @@
-"""The communication backend's name is judged at planning, at the place that gives it."""
+"""Tests that planning checks the communication backend and reports the line that sets it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from support.arguments import train_arguments
 
-from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task, Train
-from flagscale.launcher.planning.backends import backend_problems
+from flagscale.config.schema import Commands, Environments, Experiment, Runner, Task
+from flagscale.launcher.planning.backends import check_backend
 
 
 def _experiment(name: str, *, external: bool = False) -> Experiment:
@@ -18,23 +19,25 @@ def _experiment(name: str, *, external: bool = False) -> Experiment:
         runner=Runner(),
         envs=Environments(),
         cmds=Commands(),
-        train=Train(system={"distributed_backend": name}),
+        train=train_arguments(
+            system={"distributed_backend": name},
+            places={"train.system.distributed_backend": "/x.yaml:7"},
+        ),
         config_file=Path("/x.yaml"),
-        sources={"train.system.distributed_backend": "/x.yaml:7"},
     )
 
 
 @pytest.mark.parametrize("name", ["auto", "nccl", "gloo", "fsccl", "cpu:gloo,cuda:nccl"])
 def test_known(name: str) -> None:
-    assert backend_problems(_experiment(name)) == []
+    assert check_backend(_experiment(name)) == []
 
 
 def test_unknown() -> None:
-    (problem,) = backend_problems(_experiment("ncll"))
+    (problem,) = check_backend(_experiment("ncll"))
     assert problem.key == "train.system.distributed_backend"
     assert problem.where == "/x.yaml:7"
     assert "did you mean 'nccl'" in problem.message
 
 
-def test_a_foreign_program_has_backends_of_its_own() -> None:
-    assert backend_problems(_experiment("hccl", external=True)) == []
+def test_backend_of_an_external_program_is_not_checked() -> None:
+    assert check_backend(_experiment("hccl", external=True)) == []

@@ -1,4 +1,4 @@
-"""Values that extend a host's own variables: what is refused, told, and what a rank gets."""
+"""Tests of values that refer to a host's own variables: errors, notes and resulting values."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flagscale.config.interpolation import parts, reference
+from flagscale.config.interpolation import reference, split_references
 from flagscale.config.schema import Environments, Experiment, Runner
 from flagscale.errors import ConfigError
-from flagscale.files import json_text
-from flagscale.hosts.probe import filled
+from flagscale.files import format_json
+from flagscale.hosts.probe import fill_references
 from flagscale.launcher.liveness.options import AgentOptions
-from flagscale.launcher.planning.environment import EnvValue, shell_notes
+from flagscale.launcher.planning.environment import EnvironmentVariable, note_unexpanded_variables
 from flagscale.launcher.planning.model import HostPlan, LaunchPlan, Machine, RunnerHandle
 from flagscale.launcher.planning.script import render
-from flagscale.launcher.show.plan import plan_text
+from flagscale.launcher.show.plan import format_plan
 
 MakePlan = Callable[..., LaunchPlan]
 PATH = reference("PATH")
@@ -41,7 +41,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("values", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_filled_in_is_refused(
+def test_invalid_references_are_rejected(
     make_plan: MakePlan, values: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"experiment.envs.{message}") as error:
@@ -56,31 +56,31 @@ def test_a_refusal_has_its_place(make_plan: MakePlan) -> None:
         make_plan(envs=envs, sources={key: "t.yaml:7"})
 
 
-def test_other_dollars_are_noted(make_experiment: Callable[..., Experiment]) -> None:
+def test_unexpanded_dollars_are_noted(make_experiment: Callable[..., Experiment]) -> None:
     envs = Environments(
         {"A": "$HOME/x", "B": f"{PATH}", "C": "cost: 5$", "MY_TOKEN": "a$b"},
         {"T": {"D": "${rank}"}},
         {"h": {"E": "x$Y", "F": "plain"}},
     )
-    (note,) = shell_notes(make_experiment(envs=envs))
+    (note,) = note_unexpanded_variables(make_experiment(envs=envs))
     assert note == (
         "experiment.envs.A, experiment.envs.device_type_specific.T.D, "
-        "experiment.envs.node_specific.h.E: a $NAME stays as it is; ${host:NAME} is the host's own"
+        "experiment.envs.node_specific.h.E: $NAME is not expanded; ${host:NAME} is the host's own"
     )
-    assert not list(shell_notes(make_experiment(envs=Environments({"B": PATH}))))
+    assert not list(note_unexpanded_variables(make_experiment(envs=Environments({"B": PATH}))))
 
 
 def test_a_plan_shows_references_as_a_yaml_has_them(make_plan: MakePlan) -> None:
-    made = make_plan(
+    plan = make_plan(
         envs=Environments({"PATH": f"/x:{PATH}", "TYPED": "${host:X}", "PYTHONPATH": f"/p:{PATH}"})
     )
-    shown = {value["name"]: value for value in made.hosts[0].to_json()["environment"]}
-    assert shown["PATH"]["value"] == "/x:${host:PATH}"
-    assert shown["PYTHONPATH"]["value"] == "/p:${host:PATH}"
-    assert shown["TYPED"]["value"] == r"\${host:X}"
-    assert "PATH='/x:${host:PATH}'" in plan_text(made)
-    assert "\\u0000" not in json_text(made.to_json())
-    assert "\0" not in plan_text(made)
+    variables = {value["name"]: value for value in plan.hosts[0].to_json()["environment"]}
+    assert variables["PATH"]["value"] == "/x:${host:PATH}"
+    assert variables["PYTHONPATH"]["value"] == "/p:${host:PATH}"
+    assert variables["TYPED"]["value"] == r"\${host:X}"
+    assert "PATH='/x:${host:PATH}'" in format_plan(plan)
+    assert "\\u0000" not in format_json(plan.to_json())
+    assert "\0" not in format_plan(plan)
 
 
 @pytest.mark.parametrize(
@@ -91,18 +91,18 @@ def test_a_plan_shows_references_as_a_yaml_has_them(make_plan: MakePlan) -> None
 def test_a_hosts_own_devices_are_counted(
     make_plan: MakePlan, machine: Machine, environment: dict[str, str], ranks: int
 ) -> None:
-    made = make_plan(
+    plan = make_plan(
         envs=Environments({"CUDA_VISIBLE_DEVICES": reference("MINE")}),
         runner=Runner(nproc_per_node="auto"),
         machine=replace(machine, devices={"cuda": 8}, environment=environment),
     )
-    assert made.hosts[0].nproc == ranks
+    assert plan.hosts[0].nproc == ranks
 
 
-def test_a_secret_of_the_host_may_have_another_name(make_plan: MakePlan) -> None:
-    """Nothing secret is in the YAML, so the script can hold it."""
-    made = make_plan(envs=Environments({"MY_TOKEN": reference("HF_TOKEN")}))
-    assert 'export MY_TOKEN="$host_HF_TOKEN"' in render(made, made.hosts[0])
+def test_secret_of_the_host_can_be_renamed(make_plan: MakePlan) -> None:
+    """The YAML contains no secret, so the script can contain the reference."""
+    plan = make_plan(envs=Environments({"MY_TOKEN": reference("HF_TOKEN")}))
+    assert 'export MY_TOKEN="$host_HF_TOKEN"' in render(plan, plan.hosts[0])
 
 
 CHARACTERS = st.characters(blacklist_characters="\0", blacklist_categories=("Cs",))
@@ -119,41 +119,46 @@ VALUES = st.lists(st.one_of(TEXTS, NAMES.map(reference)), max_size=6).map("".joi
 @settings(max_examples=40, deadline=None)
 @given(
     values=st.dictionaries(NAMES, VALUES, max_size=6),
-    # Without a PATH, bash makes one up.
-    there=st.dictionaries(NAMES, TEXTS).map(lambda own: {"PATH": "/bin", **own}),
+    # Without a PATH, bash sets a default one.
+    there=st.dictionaries(NAMES, TEXTS).map(lambda python_path: {"PATH": "/bin", **python_path}),
 )
-def test_any_reference_comes_back_out_of_bash(
+def test_bash_expands_any_reference(
     values: dict[str, str],
     there: dict[str, str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """The exports run in bash on a host with the variables ``there``, and each exported value is
-    what the host's own amount to, in whatever order they are exported."""
+    """The exports run in bash on a host with the variables ``there``. Each exported value equals
+    the expansion of the host's own variables, regardless of the order of the exports.
+    """
     directory = tmp_path_factory.getbasetemp()
-    host = _host(directory, tuple(EnvValue(k, v, "envs") for k, v in values.items()))
-    made = LaunchPlan(
+    host = _host(directory, tuple(EnvironmentVariable(k, v, "envs") for k, v in values.items()))
+    plan = LaunchPlan(
         *("r", "n", directory, None, "127.0.0.1", 1, (host,)),
         **{"external": True, "start_timeout": 1, "stop_grace": 1},
         runner=RunnerHandle("local"),
     )
-    head = render(made, host).partition("# Supervisor,")[0]
-    done = subprocess.run(
+    head = render(plan, host).partition("# Supervisor,")[0]
+    result = subprocess.run(
         ["/bin/bash", "-c", f"{head}\nexec /usr/bin/env -0"],
         env=there,
         capture_output=True,
         check=True,
         timeout=30,
     )
-    found = dict(entry.split("=", 1) for entry in os.fsdecode(done.stdout).split("\0")[:-1])
-    own = values.pop("PYTHONPATH", "")
-    assert {k: found[k] for k in values} == {k: filled(parts(k, values[k]), there) for k in values}
-    path = filled(parts("PYTHONPATH", f"/b:/p:{own}" if own else "/b:/p"), there)
+    decoded = dict(entry.split("=", 1) for entry in os.fsdecode(result.stdout).split("\0")[:-1])
+    python_path = values.pop("PYTHONPATH", "")
+    assert {k: decoded[k] for k in values} == {
+        k: fill_references(split_references(k, values[k]), there) for k in values
+    }
+    path = fill_references(
+        split_references("PYTHONPATH", f"/b:/p:{python_path}" if python_path else "/b:/p"), there
+    )
     # The host's own stands last, unless its place was given.
-    last = "" if reference("PYTHONPATH") in own else there.get("PYTHONPATH", "")
-    assert found["PYTHONPATH"] == (f"{path}:{last}" if last else path)
+    last = "" if reference("PYTHONPATH") in python_path else there.get("PYTHONPATH", "")
+    assert decoded["PYTHONPATH"] == (f"{path}:{last}" if last else path)
 
 
-def _host(directory: Path, environment: tuple[EnvValue, ...]) -> HostPlan:
+def _host(directory: Path, environment: tuple[EnvironmentVariable, ...]) -> HostPlan:
     return HostPlan(
         node_rank=0,
         name="localhost",

@@ -1,4 +1,4 @@
-"""What an experiment says of hosts that the hostfile does not have, or not so."""
+"""Tests of settings for hosts and device types that the hostfile does not have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flagscale.config.schema import Environments, Experiment, Runner, Specific
+from flagscale.config.schema import Environments, Experiment, HostOverride, Runner
 from flagscale.errors import ConfigError
 from flagscale.launcher.runners.hosts import HostRunner
 
@@ -34,11 +34,11 @@ def on_hosts(
 
 
 @pytest.mark.parametrize(
-    ("hostfile", "given", "message"),
+    ("hostfile", "settings", "message"),
     [
         pytest.param(
             TYPED,
-            {"by_host": {"nod2": Specific()}},
+            {"by_host": {"nod2": HostOverride()}},
             "node_specific.nod2: no host in hosts has this name; did you mean 'node2'?",
             id="host",
         ),
@@ -50,7 +50,7 @@ def on_hosts(
         ),
         pytest.param(
             TYPED,
-            {"by_type": {"B80": Specific()}},
+            {"by_type": {"B80": HostOverride()}},
             "device_type_specific.B80: no host in hosts has this type; did you mean 'B800'?",
             id="type",
         ),
@@ -62,25 +62,27 @@ def on_hosts(
         ),
         pytest.param(
             UNTYPED,
-            {"by_type": {"A": Specific()}},
+            {"by_type": {"A": HostOverride()}},
             "no host in hosts has this type; its lines have no type=",
             id="no-types",
         ),
     ],
 )
 def test_a_name_that_nothing_has_is_refused(
-    on_hosts: Callable[..., Experiment], hostfile: str, given: dict[str, Any], message: str
+    on_hosts: Callable[..., Experiment], hostfile: str, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        HostRunner().plan(on_hosts(hostfile, **given))
+        HostRunner().plan(on_hosts(hostfile, **settings))
     assert message in str(raised.value)
 
 
-def test_all_such_names_are_told_with_their_places(on_hosts: Callable[..., Experiment]) -> None:
+def test_all_unknown_names_are_reported_with_their_places(
+    on_hosts: Callable[..., Experiment],
+) -> None:
     experiment = on_hosts(
         TYPED,
-        by_type={"C": Specific()},
-        by_host={"x": Specific()},
+        by_type={"C": HostOverride()},
+        by_host={"x": HostOverride()},
         sources={"device_type_specific.C": "t.yaml:3", "node_specific.x.seed": "override"},
     )
     with pytest.raises(ConfigError) as raised:
@@ -90,7 +92,7 @@ def test_all_such_names_are_told_with_their_places(on_hosts: Callable[..., Exper
 
 def test_hosts_that_take_no_part_may_be_named(on_hosts: Callable[..., Experiment]) -> None:
     experiment = on_hosts(
-        TYPED, nnodes=1, by_type={"B800": Specific()}, by_host={"node2": Specific()}
+        TYPED, nnodes=1, by_type={"B800": HostOverride()}, by_host={"node2": HostOverride()}
     )
     assert [host.name for host in HostRunner().plan(experiment).hosts] == ["127.0.0.1"]
 
@@ -108,7 +110,7 @@ def test_hosts_that_take_no_part_may_be_named(on_hosts: Callable[..., Experiment
         ),
     ],
 )
-def test_more_hosts_than_there_are(
+def test_note_for_more_hosts_than_available(
     on_hosts: Callable[..., Experiment], nnodes: int | None, note: str
 ) -> None:
     notes = HostRunner().plan(on_hosts(UNTYPED, nnodes)).notes
@@ -116,7 +118,7 @@ def test_more_hosts_than_there_are(
 
 
 @pytest.mark.parametrize(
-    ("hostfile", "told"),
+    ("hostfile", "noted"),
     [
         pytest.param("localhost slots=1\nb slots=1\n", True, id="name"),
         pytest.param("localhost slots=1 addr=10.0.0.1\nb slots=1\n", False, id="addr"),
@@ -125,17 +127,17 @@ def test_more_hosts_than_there_are(
     ],
 )
 def test_a_loopback_address_for_several_hosts_is_noted(
-    on_hosts: Callable[..., Experiment], hostfile: str, told: bool
+    on_hosts: Callable[..., Experiment], hostfile: str, noted: bool
 ) -> None:
     notes = HostRunner().plan(on_hosts(hostfile)).notes
-    assert any("localhost is a loopback address" in text for text in notes) is told
+    assert any("localhost is a loopback address" in text for text in notes) is noted
 
 
 def test_without_a_hostfile_it_is_a_note(make_experiment: MakeExperiment) -> None:
     experiment = make_experiment(
-        by_type={"A": Specific()}, by_host={"localhost": Specific(), "n": Specific()}
+        by_type={"A": HostOverride()}, by_host={"localhost": HostOverride(), "n": HostOverride()}
     )
     (note,) = [text for text in HostRunner().plan(experiment).notes if "hostfile" in text]
     assert note.startswith("device_type_specific.A, node_specific.n: not used")
-    named = replace(experiment, by_type={}, by_host={"localhost": Specific()})
+    named = replace(experiment, by_type={}, by_host={"localhost": HostOverride()})
     assert not [text for text in HostRunner().plan(named).notes if "hostfile" in text]

@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.arguments import arguments_of, train_arguments
 
 from flagscale.config.schema import (
     PROJECT,
     Environments,
     Experiment,
+    HostOverride,
     Notify,
     Runner,
-    Specific,
     Task,
-    Train,
 )
 from flagscale.errors import ConfigError
-from flagscale.files import json_text
+from flagscale.files import format_json
 from flagscale.hosts.hostfile import Host
 from flagscale.launcher.liveness.options import Policy
-from flagscale.launcher.planning.assignment import describe_machines, assign_ranks
+from flagscale.launcher.planning.assignment import assign_ranks, describe_machines
 from flagscale.launcher.planning.model import HostPlan, LaunchPlan, Machine, RunnerHandle
 from flagscale.launcher.planning.plan import plan
 
@@ -51,11 +51,11 @@ def test_environment_precedence(make_plan: MakePlan, host: Host, expected: dict[
         by_type={"A800": {"A": "10"}, "BI": {"A": "20"}},
         by_host={"h1": {"B": "99"}},
     )
-    given = values(make_plan(hosts=(host,), envs=envs).hosts[0])
-    assert {name: given[name] for name in expected} == expected
+    plan = values(make_plan(hosts=(host,), envs=envs).hosts[0])
+    assert {name: plan[name] for name in expected} == expected
 
 
-def test_each_value_tells_where_it_comes_from(make_plan: MakePlan) -> None:
+def test_each_value_has_its_origin(make_plan: MakePlan) -> None:
     envs = Environments({"A": "1", "B": "1", "C": "1"}, {"T": {"B": "2"}}, {"h": {"C": "3"}})
     host = make_plan(hosts=(Host("h", 1, "T"),), envs=envs).hosts[0]
     origins = {value.name: value.origin for value in host.environment}
@@ -74,7 +74,7 @@ def test_one_hosts_overrides_do_not_leak_to_the_next(make_plan: MakePlan) -> Non
 
 
 @pytest.mark.parametrize(
-    ("given", "inherited", "expected"),
+    ("configured", "inherited", "expected"),
     [
         pytest.param({}, {}, "4", id="cores-by-ranks"),
         pytest.param({"OMP_NUM_THREADS": "1"}, {}, "1", id="the-users"),
@@ -84,12 +84,12 @@ def test_one_hosts_overrides_do_not_leak_to_the_next(make_plan: MakePlan) -> Non
 def test_threads(
     make_plan: MakePlan,
     machine: Machine,
-    given: dict[str, str],
+    configured: dict[str, str],
     inherited: dict[str, str],
     expected: str,
 ) -> None:
     on = replace(machine, environment=inherited)
-    host = make_plan(machine=on, envs=Environments(given)).hosts[0]
+    host = make_plan(machine=on, envs=Environments(configured)).hosts[0]
     assert values(host).get("OMP_NUM_THREADS") == expected
 
 
@@ -97,9 +97,9 @@ def test_threads(
 def test_defaults_by_device(
     make_plan: MakePlan, machine: Machine, gpus: int, dynamo: str | None, nvls: str | None
 ) -> None:
-    given = values(make_plan(machine=replace(machine, devices={"cuda": gpus})).hosts[0])
-    assert given.get("TORCHDYNAMO_DISABLE") == dynamo
-    assert given.get("NCCL_NVLS_ENABLE") == nvls
+    plan = values(make_plan(machine=replace(machine, devices={"cuda": gpus})).hosts[0])
+    assert plan.get("TORCHDYNAMO_DISABLE") == dynamo
+    assert plan.get("NCCL_NVLS_ENABLE") == nvls
 
 
 @pytest.mark.parametrize(
@@ -122,32 +122,34 @@ def test_ranks(
     gpus: int,
     expected: int,
 ) -> None:
-    made = make_plan(
+    plan = make_plan(
         hosts=(Host("localhost", slots),),
         machine=replace(machine, devices={"cuda": gpus}),
         runner=runner,
         envs=Environments(envs),
     )
-    assert made.world_size == expected
+    assert plan.world_size == expected
 
 
 def test_ranks_are_numbered_through_the_hosts(make_plan: MakePlan) -> None:
     hosts = (Host("a", 2), Host("b", 3))
-    made = make_plan(hosts=hosts, runner=Runner(nproc_per_node=4))
-    assert [list(host.ranks) for host in made.hosts] == [[0, 1], [2, 3, 4]]
-    for host in made.hosts:
-        given = options(host.starter)
-        assert given["--nnodes"] == "2"
-        assert given["--node_rank"] == str(host.node_rank)
-        assert given["--nproc_per_node"] == str(host.nproc)
-        assert given["--master_addr"] == "a"
+    plan = make_plan(hosts=hosts, runner=Runner(nproc_per_node=4))
+    assert [list(host.ranks) for host in plan.hosts] == [[0, 1], [2, 3, 4]]
+    for host in plan.hosts:
+        starter_options = options(host.starter)
+        assert starter_options["--nnodes"] == "2"
+        assert starter_options["--node_rank"] == str(host.node_rank)
+        assert starter_options["--nproc_per_node"] == str(host.nproc)
+        assert starter_options["--master_addr"] == "a"
 
 
-def test_slots_number_hosts_and_ranks_and_hosts_alike_share_what_is_worked_out(
+def test_hosts_and_ranks_are_numbered_and_identical_hosts_share_objects(
     make_experiment: Callable[..., Experiment], machine: Machine
 ) -> None:
-    own = Specific(python="/own/bin/python", arguments={"a": 1})
-    experiment = make_experiment(by_host={"c": own}, by_type={"T": Specific(build_dir=Path("/b"))})
+    override = HostOverride(python="/own/bin/python", arguments=arguments_of({"a": 1}))
+    experiment = make_experiment(
+        by_host={"c": override}, by_type={"T": HostOverride(build_dir=Path("/b"))}
+    )
     hosts = [Host("a", 1), Host("b", 2), Host("c", 1), Host("d", 2, "T")]
     a, b, c, d = assign_ranks(experiment, hosts, [machine] * 4)
     assert [(s.node_rank, s.first_rank, s.nproc) for s in (a, b, c, d)] == [
@@ -179,24 +181,28 @@ def test_the_working_directory_of_another_host(
     runner = Runner(no_shared_fs=no_shared_fs, build_dir=build_dir)
     experiment, hosts = make_experiment(runner=runner), [Host("a", 1), Host("b", 1)]
     every = assign_ranks(experiment, hosts, describe_machines(experiment, hosts, {}, here=False))
-    made = plan(experiment, every, run_id="r", master_port=1, runner=RunnerHandle("ssh"))
-    assert [host.workdir for host in made.hosts] == [expected] * 2
+    launch_plan = plan(experiment, every, run_id="r", master_port=1, runner=RunnerHandle("ssh"))
+    assert [host.workdir for host in launch_plan.hosts] == [expected] * 2
 
 
-def test_planning_draws_no_secret(
+def test_planning_is_deterministic(
     make_experiment: Callable[..., Experiment], machine: Machine
 ) -> None:
-    """The same slots make the same plan; without a secret no agent believes to have peers."""
+    """The same assignments result in the same plan; without a secret no agent has peers."""
     experiment, hosts = make_experiment(), [Host("a", 1), Host("b", 1)]
     every = assign_ranks(experiment, hosts, [machine] * 2)
-    given: dict[str, Any] = {"run_id": "r", "master_port": 1, "runner": RunnerHandle("x", {"y": 1})}
-    assert plan(experiment, every, **given) == plan(experiment, every, **given)
-    assert "FLAGSCALE_RUN_SECRET" not in values(plan(experiment, every, **given).hosts[0])
-    told = plan(experiment, every, **given, run_secret="s3cr3t").hosts
-    assert [values(host)["FLAGSCALE_RUN_SECRET"] for host in told] == ["s3cr3t"] * 2
+    fields: dict[str, Any] = {
+        "run_id": "r",
+        "master_port": 1,
+        "runner": RunnerHandle("x", {"y": 1}),
+    }
+    assert plan(experiment, every, **fields) == plan(experiment, every, **fields)
+    assert "FLAGSCALE_RUN_SECRET" not in values(plan(experiment, every, **fields).hosts[0])
+    launch_plan = plan(experiment, every, **fields, run_secret="s3cr3t").hosts
+    assert [values(host)["FLAGSCALE_RUN_SECRET"] for host in launch_plan] == ["s3cr3t"] * 2
 
 
-def test_agents_are_told_the_runners_keys_by_name(make_plan: MakePlan) -> None:
+def test_agents_get_the_runners_keys_by_name(make_plan: MakePlan) -> None:
     runner = Runner(
         max_restarts=3,
         on_failure="leave",
@@ -220,13 +226,15 @@ def test_agents_are_told_the_runners_keys_by_name(make_plan: MakePlan) -> None:
     assert (alone.liveness_port, alone.master_addr, alone.hosts) == (None, "", ())
 
 
-def test_agents_are_told_what_unlike_hosts_hold(make_plan: MakePlan) -> None:
-    """Host 0 of all of them, since it may lose any; the others of host 0."""
+def test_agents_get_the_places_of_heterogeneous_hosts(make_plan: MakePlan) -> None:
+    """Host 0 gets the places of all hosts, since it may lose any; the other hosts get that of host
+    0.
+    """
     meshes = {"enable_hetero": True, "hetero_process_meshes": ["tp=2,dp=2", "dp=2"]}
     model = {"num_layers": 4, "micro_batch_size": 1}
-    given = {"train": Train(system=meshes, model=model), "task": Task()}
+    fields = {"train": train_arguments(system=meshes, model=model), "task": Task()}
     hosts = tuple(Host(name, 2) for name in ("a", "b", "c"))
-    first, second, third = (host.agent for host in make_plan(hosts=hosts, **given).hosts)
+    first, second, third = (host.agent for host in make_plan(hosts=hosts, **fields).hosts)
     assert first.places == ("0 stage 0 of 2, mesh 0 (tp2 dp2)", "2 stage 1 of 2, mesh 1 (dp2)")
     assert first.master_place == ""
     assert second.master_place == third.master_place == "stage 0 of 2, mesh 0 (tp2 dp2)"
@@ -255,10 +263,10 @@ def test_launcher_only_keys_never_reach_torchrun(make_plan: MakePlan) -> None:
     assert argv[-3:] == ("--monitor_interval", "1", "--no_python")
 
 
-def test_rendezvous_has_a_name_of_its_own_and_can_be_given(make_plan: MakePlan) -> None:
+def test_rendezvous_id_is_the_run_id_or_the_users(make_plan: MakePlan) -> None:
     assert options(make_plan().hosts[0].starter)["--rdzv_id"] == "20250102-030405-abcdef"
-    given = options(make_plan(runner=Runner(rdzv_id="mine")).hosts[0].starter)
-    assert given["--rdzv_id"] == "mine"
+    plan = options(make_plan(runner=Runner(rdzv_id="mine")).hosts[0].starter)
+    assert plan["--rdzv_id"] == "mine"
     endpoint = make_plan(runner=Runner(rdzv_endpoint="10.0.0.7:2900"))
     assert endpoint.master_addr == "10.0.0.7"
     with pytest.raises(ConfigError, match="expected host:port"):
@@ -276,14 +284,14 @@ def test_rendezvous_has_a_name_of_its_own_and_can_be_given(make_plan: MakePlan) 
     ],
 )
 def test_directories(make_plan: MakePlan, system: dict[str, Any], expected: dict[str, str]) -> None:
-    argv = make_plan(train=Train(system=system)).hosts[0].program
+    argv = make_plan(train=train_arguments(system=system)).hosts[0].program
     assert {name: options(argv)[name] for name in expected} == expected
     assert argv.count("--save") == 1
 
 
 def test_null_switches_a_directory_off(make_plan: MakePlan) -> None:
     system = {"checkpoint": {"save": None}, "logging": {"tensorboard_dir": None}}
-    argv = make_plan(train=Train(system=system)).hosts[0].program
+    argv = make_plan(train=train_arguments(system=system)).hosts[0].program
     assert "--save" not in argv
     assert "--tensorboard-dir" not in argv
     assert options(argv)["--load"] == "/data/runs/tiny/checkpoints"
@@ -291,19 +299,19 @@ def test_null_switches_a_directory_off(make_plan: MakePlan) -> None:
 
 def test_json_is_json_and_holds_no_secret(make_plan: MakePlan) -> None:
     envs = Environments({"WANDB_API_KEY": "s3cr3t", "WANDB_MODE": "offline"})
-    made = make_plan(envs=envs)
-    text = json_text(made.to_json())
+    plan = make_plan(envs=envs)
+    text = format_json(plan.to_json())
     assert "s3cr3t" not in text
-    assert "s3cr3t" not in repr(made)
+    assert "s3cr3t" not in repr(plan)
     record = json.loads(text)
     assert record["world_size"] == 2
-    shown = {value["name"]: value for value in record["hosts"][0]["environment"]}
-    assert shown["WANDB_API_KEY"] == {"name": "WANDB_API_KEY", "origin": "envs", "secret": True}
-    assert shown["WANDB_MODE"]["value"] == "offline"
+    variables = {value["name"]: value for value in record["hosts"][0]["environment"]}
+    assert variables["WANDB_API_KEY"] == {"name": "WANDB_API_KEY", "origin": "envs", "secret": True}
+    assert variables["WANDB_MODE"]["value"] == "offline"
 
 
 def test_a_secret_among_the_arguments_is_refused(make_plan: MakePlan) -> None:
-    train = Train(system={"logging": {"wandb_api_key": "s3cr3t"}})
+    train = train_arguments(system={"logging": {"wandb_api_key": "s3cr3t"}})
     with pytest.raises(ConfigError, match=r"train\.system\.logging\.wandb_api_key") as raised:
         make_plan(train=train)
     assert "s3cr3t" not in str(raised.value)
@@ -317,8 +325,8 @@ def test_a_secret_among_the_arguments_is_refused(make_plan: MakePlan) -> None:
         ("A;rm", "x", "is no name"),
         ("FLAGSCALE_RUN_ID", "x", "set by the launcher"),
         ("A", "a\0b", "NUL"),
-        ("run_dir", "x", "has for itself"),
-        ("UID", "7", "is bash's own"),
+        ("run_dir", "x", "is a variable of the script"),
+        ("UID", "7", "is reserved by bash"),
     ],
 )
 def test_impossible_variables(make_plan: MakePlan, name: str, value: str, message: str) -> None:
@@ -342,7 +350,9 @@ def test_a_foreign_programs_packages_come_before_the_backend(make_plan: MakePlan
 
 def test_the_programs_own_arguments(make_plan: MakePlan) -> None:
     task = Task(entrypoint=Path("/x y/program.py"), external=True)
-    train = Train(model={"a_b": 1, "c": {"d_e": True, "f": False, "g": None}, "h": [1, "x y"]})
+    train = train_arguments(
+        model={"a_b": 1, "c": {"d_e": True, "f": False, "g": None}, "h": [1, "x y"]}
+    )
     argv = make_plan(task=task, train=train).hosts[0].program
     assert argv[:7] == ("/x y/program.py", "--a-b", "1", "--d-e", "--h", "1", "x y")
 

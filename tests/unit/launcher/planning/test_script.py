@@ -1,6 +1,6 @@
-"""The rendered script, compared with golden files and checked by bash and shellcheck themselves.
+"""Tests of the rendered script: golden files, bash and shellcheck.
 
-One golden file is a whole script; of the others, only the blocks in which values stand.
+One golden file is a whole script; the others are the blocks that contain values.
 ``FLAGSCALE_UPDATE_GOLDEN=1`` rewrites the golden files.
 """
 
@@ -18,14 +18,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.arguments import train_arguments
 
 from flagscale.config.interpolation import reference
-from flagscale.config.schema import Commands, Environments, Notify, Runner, Task, Train
-from flagscale.files import json_text
+from flagscale.config.schema import Commands, Environments, Notify, Runner, Task
+from flagscale.files import format_json
 from flagscale.hosts.hostfile import Host
 from flagscale.launcher.liveness.options import AgentOptions
 from flagscale.launcher.planning import script as script_module
-from flagscale.launcher.planning.environment import SCRIPTS, EnvValue
+from flagscale.launcher.planning.environment import SCRIPT_VARIABLES, EnvironmentVariable
 from flagscale.launcher.planning.model import HostPlan, LaunchPlan, Machine, RunnerHandle
 from flagscale.launcher.planning.script import render
 
@@ -33,8 +34,8 @@ MakePlan = Callable[..., LaunchPlan]
 GOLDEN = Path(__file__).resolve().parents[3] / "golden" / "launcher"
 HOSTILE = "a 'b' \"c\" $HOME `id` $(id) \\ , ; & | > * ? ~ ! {x,y} [z] # ü 🦙 -- \t end\nline 2\n"
 
-# Where the values end, and what is the same in every script begins.
-FRAME = "# While this run lives"
+# Beginning of the part that is the same in every script.
+FRAME = "# If this run is still alive"
 
 CASES = {
     "plain": {},
@@ -51,7 +52,7 @@ CASES = {
             {"localhost": {"NCCL_DEBUG": "INFO"}},
         ),
         "cmds": Commands("source /opt/env.sh\nulimit -l unlimited", 'echo "it\'s over"'),
-        "train": Train(
+        "train": train_arguments(
             system={"tensor_model_parallel_size": 2, "checkpoint": {"save_interval": 100}},
             model={"num_layers": 32, "bf16": True},
             data={"data_path": [0.3, "/data/a", 0.7, "/data/b"], "split": "99,1,0"},
@@ -70,7 +71,7 @@ CASES = {
             }
         ),
         "cmds": Commands("echo \"END_BEFORE_START\"\necho 'it''s $HOME'", "END_AFTER_STOP"),
-        "train": Train(model={"label": HOSTILE, "many": ["x y", "$z"]}),
+        "train": train_arguments(model={"label": HOSTILE, "many": ["x y", "$z"]}),
     },
     "command": {
         "task": Task(type="command", command=("/opt/x y", "--", HOSTILE, ""), external=True),
@@ -91,28 +92,28 @@ SECOND = {
 
 @pytest.fixture(params=[*CASES, "second"])
 def case(request: pytest.FixtureRequest, make_plan: MakePlan) -> tuple[str, str]:
-    """``second`` is the other host of a run of two, whose agents share a secret."""
+    """``second`` is the second host of a run of two, whose agents share a secret."""
     if request.param == "second":
-        made = make_plan(**SECOND)
-        return request.param, render(made, made.hosts[1])
-    made = make_plan(**CASES[request.param])
-    return request.param, render(made, made.hosts[0])
+        plan = make_plan(**SECOND)
+        return request.param, render(plan, plan.hosts[1])
+    plan = make_plan(**CASES[request.param])
+    return request.param, render(plan, plan.hosts[0])
 
 
 def shellcheck() -> str:
     beside = Path(sys.executable).parent / "shellcheck"
-    found = str(beside) if beside.exists() else shutil.which("shellcheck")
-    if found is None:
+    path = str(beside) if beside.exists() else shutil.which("shellcheck")
+    if path is None:
         pytest.skip("shellcheck is not installed")
-    return found
+    return path
 
 
 @pytest.mark.parametrize("case", ["second", "guide", "hostile", "command"], indirect=True)
 def test_golden(case: tuple[str, str]) -> None:
     name, text = case
     if name != "second":
-        _, found, blocks = text.partition("# Every process of the run")
-        text = found + blocks.partition(FRAME)[0]
+        _, marker, blocks = text.partition("# Identity of the run")
+        text = marker + blocks.partition(FRAME)[0]
     text = text.replace(f"flagscale {script_module.__version__} ", "flagscale VERSION ")
     path = GOLDEN / f"{name}.sh"
     if os.environ.get("FLAGSCALE_UPDATE_GOLDEN") == "1":
@@ -120,7 +121,7 @@ def test_golden(case: tuple[str, str]) -> None:
     assert text == path.read_text(encoding="utf-8")
 
 
-def test_bash_parses_it(case: tuple[str, str], tmp_path: Path) -> None:
+def test_bash_accepts_the_syntax(case: tuple[str, str], tmp_path: Path) -> None:
     path = tmp_path / "script.sh"
     path.write_text(case[1], encoding="utf-8")
     subprocess.run(["bash", "-n", str(path)], check=True)
@@ -129,40 +130,40 @@ def test_bash_parses_it(case: tuple[str, str], tmp_path: Path) -> None:
 def test_shellcheck_finds_nothing(case: tuple[str, str], tmp_path: Path) -> None:
     path = tmp_path / "script.sh"
     path.write_text(case[1], encoding="utf-8")
-    found = subprocess.run([shellcheck(), str(path)], capture_output=True, text=True, check=False)
-    assert found.stdout == ""
-    assert found.returncode == 0
+    result = subprocess.run([shellcheck(), str(path)], capture_output=True, text=True, check=False)
+    assert result.stdout == ""
+    assert result.returncode == 0
 
 
-def test_secrets_are_asked_for_and_never_written(make_plan: MakePlan) -> None:
-    made = make_plan(**CASES["guide"])
-    text = render(made, made.hosts[0])
+def test_secrets_are_required_from_the_environment_and_never_written(make_plan: MakePlan) -> None:
+    plan = make_plan(**CASES["guide"])
+    text = render(plan, plan.hosts[0])
     assert "s3cr3t" not in text
     assert ': "${WANDB_API_KEY:?' in text
 
 
-def test_the_secrets_of_agents_reach_them_alone(make_plan: MakePlan, tmp_path: Path) -> None:
-    """Neither script nor plan holds them, and the user's commands do not see them."""
-    made = make_plan(**SECOND, cmds=Commands("env", "env"), run_secret="h1dden")
-    host = made.hosts[1]
+def test_agent_secrets_reach_only_the_agent(make_plan: MakePlan, tmp_path: Path) -> None:
+    """Neither the script nor the plan contains them, and the user's commands do not see them."""
+    plan = make_plan(**SECOND, cmds=Commands("env", "env"), run_secret="h1dden")
+    host = plan.hosts[1]
     places = {"run_dir": tmp_path / "run", "pid_file": tmp_path / "pid", "workdir": tmp_path}
     python = tmp_path / "python"
     python.write_text("#!/bin/bash\nenv | sed s/^/agent:/\n")
     python.chmod(0o700)
-    text = render(made, replace(host, python=str(python), **places))
-    for written in (text, json_text(made.to_json()), repr(made)):
+    text = render(plan, replace(host, python=str(python), **places))
+    for written in (text, format_json(plan.to_json()), repr(plan)):
         assert "h1dden" not in written
         assert "s3cr3t" not in written
-    given = {value.name: value.value for value in host.environment if value.secret}
-    assert set(given) == {"FLAGSCALE_RUN_SECRET", "FLAGSCALE_NOTIFY_WEBHOOK"}
-    done = subprocess.run(
+    fields = {value.name: value.value for value in host.environment if value.secret}
+    assert set(fields) == {"FLAGSCALE_RUN_SECRET", "FLAGSCALE_NOTIFY_WEBHOOK"}
+    result = subprocess.run(
         ["bash", "-c", text],
-        env={**os.environ, **given},
+        env={**os.environ, **fields},
         capture_output=True,
         text=True,
         check=False,
     )
-    lines = [line for line in done.stdout.splitlines() if "h1dden" in line or "s3cr3t" in line]
+    lines = [line for line in result.stdout.splitlines() if "h1dden" in line or "s3cr3t" in line]
     assert sorted(lines) == [
         "agent:FLAGSCALE_NOTIFY_WEBHOOK=https://chat/s3cr3t",
         "agent:FLAGSCALE_RUN_SECRET=h1dden",
@@ -174,18 +175,20 @@ TEXTS = st.text(st.characters(blacklist_characters="\0", blacklist_categories=("
 
 @settings(max_examples=25, deadline=None)
 @given(value=TEXTS, word=TEXTS, command=TEXTS)
-def test_any_value_comes_back_out_of_bash(
+def test_bash_reproduces_any_value(
     value: str, word: str, command: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Only the head of the script is run: what it assigned is printed, word for word."""
-    made = _plan_of(value, word, command, tmp_path_factory.getbasetemp())
-    head = render(made, made.hosts[0]).partition(FRAME)[0]
+    """Runs the head of the script only, and prints the assigned values."""
+    plan = _plan_of(value, word, command, tmp_path_factory.getbasetemp())
+    head = render(plan, plan.hosts[0]).partition(FRAME)[0]
     show = 'printf "%s\\0" "$VALUE" "${agent[5]}" "${program[@]}" "$before_start"\n'
-    done = subprocess.run(["bash", "-c", head + show], capture_output=True, check=True, timeout=30)
-    shown = done.stdout.decode().split("\0")[:-1]
+    result = subprocess.run(
+        ["bash", "-c", head + show], capture_output=True, check=True, timeout=30
+    )
+    decoded = result.stdout.decode().split("\0")[:-1]
     before = command.rstrip("\n") + "\n" if command.strip() else ""
-    assert AgentOptions.from_json(shown.pop(1)) == made.hosts[0].agent
-    assert shown == [value, word, before]
+    assert AgentOptions.from_json(decoded.pop(1)) == plan.hosts[0].agent
+    assert decoded == [value, word, before]
 
 
 def _plan_of(value: str, word: str, command: str, workdir: Path) -> LaunchPlan:
@@ -211,7 +214,7 @@ def _plan_of(value: str, word: str, command: str, workdir: Path) -> LaunchPlan:
         address="localhost",
         nproc=1,
         first_rank=0,
-        environment=(EnvValue("VALUE", value, "envs"),),
+        environment=(EnvironmentVariable("VALUE", value, "envs"),),
         python_path=("/p",),
         workdir=workdir,
         python="python",
@@ -241,47 +244,45 @@ def _plan_of(value: str, word: str, command: str, workdir: Path) -> LaunchPlan:
 
 def test_a_very_long_path_and_list(make_plan: MakePlan, tmp_path: Path) -> None:
     long = Path("/" + "/".join(["directory with a long name"] * 100))
-    made = make_plan(train=Train(data={"data_path": [str(long)] * 50}))
+    plan = make_plan(train=train_arguments(data={"data_path": [str(long)] * 50}))
     path = tmp_path / "script.sh"
-    path.write_text(render(made, made.hosts[0]), encoding="utf-8")
+    path.write_text(render(plan, plan.hosts[0]), encoding="utf-8")
     subprocess.run(["bash", "-n", str(path)], check=True)
 
 
-def test_thousands_of_names_without_an_order_reach_the_agent(
-    make_plan: MakePlan, tmp_path: Path
-) -> None:
-    """One word of a command line holds 128 KiB, and these are more."""
+def test_thousands_of_unordered_names_reach_the_agent(make_plan: MakePlan, tmp_path: Path) -> None:
+    """One argument of a command line is limited to 128 KiB, and these names are longer."""
     names = [f"ip-10-{n % 7}-{n % 251}-{n}.us-west-2.compute.internal" for n in range(5000)]
-    made = make_plan(
+    plan = make_plan(
         hosts=tuple(Host(name, 1) for name in names),
         machine=Machine("python", tmp_path, tmp_path, cpus=8, devices={}),
     )
-    host = made.hosts[0]
+    host = plan.hosts[0]
     assert len(host.agent.to_json()) > 1 << 17
     path = tmp_path / "script.sh"
     show = '/usr/bin/env printf "%s\\n" "${agent[@]:4}"\n'
-    path.write_text(render(made, host).partition(FRAME)[0] + show, encoding="utf-8")
-    done = subprocess.run(["bash", str(path)], capture_output=True, text=True, check=True)
-    option, _, told = done.stdout.partition("\n")
+    path.write_text(render(plan, host).partition(FRAME)[0] + show, encoding="utf-8")
+    result = subprocess.run(["bash", str(path)], capture_output=True, text=True, check=True)
+    option, _, output = result.stdout.partition("\n")
     assert option == "--options"
-    assert AgentOptions.from_json(told) == host.agent
-    assert AgentOptions.from_json(told).names == names
+    assert AgentOptions.from_json(output) == host.agent
+    assert AgentOptions.from_json(output).names == names
 
 
 def test_rendering_changes_nothing_but_the_host(make_plan: MakePlan) -> None:
-    made = make_plan(hosts=(Host("a", 1), Host("b", 1)))
-    first, second = (render(made, host) for host in made.hosts)
+    plan = make_plan(hosts=(Host("a", 1), Host("b", 1)))
+    first, second = (render(plan, host) for host in plan.hosts)
     assert first != second
-    assert render(replace(made), made.hosts[0]) == first
+    assert render(replace(plan), plan.hosts[0]) == first
 
 
-def test_every_name_that_the_script_assigns_is_kept_from_variables(
+def test_every_variable_of_the_script_is_reserved(
     case: tuple[str, str],
 ) -> None:
     script = case[1]
     assigned = set(re.findall(r"(?m)^ *([a-z_]+)=", script))
     read = re.findall(r"(?m)^ *(?:IFS= )?read -r(?: -d '')? ([a-z_ ]+?) *<", script)
     assigned.update(name for names in read for name in names.split())
-    assert {"who", "before_start", "other_ticks", "agent_pid"} <= assigned
-    own = {name for name in assigned if not name.startswith("host_")}
-    assert [name for name in sorted(own) if not SCRIPTS.fullmatch(name)] == []
+    assert {"run_label", "before_start", "other_ticks", "agent_pid"} <= assigned
+    script_names = {name for name in assigned if not name.startswith("host_")}
+    assert [name for name in sorted(script_names) if not SCRIPT_VARIABLES.fullmatch(name)] == []

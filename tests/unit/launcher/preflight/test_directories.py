@@ -1,4 +1,4 @@
-"""The directories that training starts from and writes to."""
+"""Tests of the directories that training reads from and writes to."""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.arguments import train_arguments
 
-from flagscale.config.schema import Experiment, Runner, Task, Train
-from flagscale.hosts.facts import NOT_A_DIRECTORY, NOT_WRITABLE, Facts, PathState
+from flagscale.config.schema import Experiment, Runner, Task
+from flagscale.hosts.facts import NOT_A_DIRECTORY, NOT_WRITABLE, HostFacts, PathState
 from flagscale.hosts.hostfile import Host
-from flagscale.hosts.python_world import World
+from flagscale.hosts.python_environment import PythonEnvironment
 from flagscale.launcher.layout import Layout
 from flagscale.launcher.planning.model import LaunchPlan
-from flagscale.launcher.planning.per_host import all_settings, settings
+from flagscale.launcher.planning.per_host import resolve_all_settings, resolve_settings
 from flagscale.launcher.preflight.checks import Check
-from flagscale.launcher.preflight.directories import Wanted, judge, wanted
-from flagscale.launcher.preflight.host_probe import Survey
+from flagscale.launcher.preflight.directories import (
+    HostPaths,
+    check_output_paths,
+    collect_host_paths,
+)
+from flagscale.launcher.preflight.host_probe import HostReplies
 from flagscale.launcher.preflight.hosts import check_hosts
 from flagscale.launcher.runners.hosts import HostRunner
 
 OWN = "/data/runs/tiny"
-ROOM = PathState("/", user="trainer", free=1 << 40)
+ROOM = PathState("/", user="trainer", free_bytes=1 << 40)
 DENIED = PathState("/mnt", NOT_WRITABLE, "trainer")
 
 MakeExperiment = Callable[..., Experiment]
@@ -30,12 +35,12 @@ MakeExperiment = Callable[..., Experiment]
 
 @pytest.fixture
 def experiment(make_experiment: MakeExperiment) -> MakeExperiment:
-    """An experiment of this project's own program with these arguments."""
+    """Return an experiment of this project's own program with these arguments."""
 
     def make(*, exp_dir: Path = Path(OWN), **arguments: Any) -> Experiment:
         return make_experiment(
             task=Task(entrypoint=Path("/opt/program.py")),
-            train=Train(system={"checkpoint": arguments}),
+            train=train_arguments(system={"checkpoint": arguments}),
             runner=Runner(nproc_per_node=1),
             exp_dir=exp_dir,
         )
@@ -43,13 +48,15 @@ def experiment(make_experiment: MakeExperiment) -> MakeExperiment:
     return make
 
 
-def of(experiment: Experiment, *, first: bool = True) -> Wanted:
+def of(experiment: Experiment, *, first: bool = True) -> HostPaths:
     layout = Layout(experiment.exp_dir)
-    return wanted(experiment, layout, settings(experiment, Host("h0", 1)), first=first)
+    return collect_host_paths(
+        experiment, layout, resolve_settings(experiment, Host("h0", 1)), first=first
+    )
 
 
 @pytest.mark.parametrize(
-    ("given", "first", "written"),
+    ("arguments", "first", "written"),
     [
         pytest.param({}, True, {}, id="below-the-experiment"),
         pytest.param(
@@ -71,26 +78,30 @@ def of(experiment: Experiment, *, first: bool = True) -> Wanted:
         pytest.param({"tensorboard_dir": "s3://b"}, True, {}, id="object-storage"),
     ],
 )
-def test_what_is_written(
-    experiment: MakeExperiment, given: dict[str, Any], first: bool, written: dict[str, str]
+def test_output_directories(
+    experiment: MakeExperiment, arguments: dict[str, Any], first: bool, written: dict[str, str]
 ) -> None:
-    assert of(experiment(**given), first=first).written == written
+    assert of(experiment(**arguments), first=first).written == written
 
 
-def test_nothing_is_known_of_a_foreign_program(make_experiment: MakeExperiment) -> None:
-    external = make_experiment(train=Train(system={"save": "/a", "load": "/b", "finetune": True}))
-    assert list(judge(of(external), {})) == []
+def test_directories_of_an_external_program_are_not_checked(
+    make_experiment: MakeExperiment,
+) -> None:
+    external = make_experiment(
+        train=train_arguments(system={"save": "/a", "load": "/b", "finetune": True})
+    )
+    assert list(check_output_paths(of(external), {})) == []
 
 
 @pytest.mark.parametrize(
-    ("name", "state", "ok", "found"),
+    ("name", "state", "ok", "expected"),
     [
         pytest.param("save", ROOM, True, "1,048,576 MiB free", id="room"),
         pytest.param("save", DENIED, False, "/mnt is not writable for user trainer", id="rights"),
         pytest.param(
             "save", PathState("/f", NOT_A_DIRECTORY), False, "/f is not a directory", id="file"
         ),
-        pytest.param("save", PathState("/", free=1000), False, "0 MiB free", id="full"),
+        pytest.param("save", PathState("/", free_bytes=1000), False, "0 MiB free", id="full"),
         pytest.param("save", None, False, "did not say", id="silent"),
         pytest.param("data_cache_path", DENIED, False, "/mnt is not writable", id="no-cache"),
         pytest.param(
@@ -98,19 +109,21 @@ def test_nothing_is_known_of_a_foreign_program(make_experiment: MakeExperiment) 
         ),
     ],
 )
-def test_what_cannot_be_written(name: str, state: PathState | None, ok: bool, found: str) -> None:
+def test_unwritable_directories(
+    name: str, state: PathState | None, ok: bool, expected: str
+) -> None:
     states = {} if state is None else {"/mnt/x": state}
-    (check,) = judge(Wanted(written={name: "/mnt/x"}), states)
+    (check,) = check_output_paths(HostPaths(written={name: "/mnt/x"}), states)
     assert check.ok is ok
-    assert found in check.found
+    assert expected in check.found
     assert ok or state is None or name in check.hint
 
 
 def test_this_machine_is_looked_at(experiment: MakeExperiment, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    given = experiment(exp_dir=tmp_path / "exp", save=str(tmp_path / "file" / "x"))
-    with HostRunner().prepare(given, checking=True) as ready:
-        checks = {one.name: one for one in ready.checks}
+    configured = experiment(exp_dir=tmp_path / "exp", save=str(tmp_path / "file" / "x"))
+    with HostRunner().prepare(configured, checking=True) as ready:
+        checks = {check.name: check for check in ready.checks}
     assert checks["exp_dir"].ok
     assert not checks["save"].ok
     assert checks["save"].found == f"{tmp_path / 'file'} is not a directory"
@@ -120,29 +133,35 @@ def test_every_host_is_looked_at(
     experiment: MakeExperiment, make_plan: Callable[..., LaunchPlan]
 ) -> None:
     hosts = (Host("n1", 1), Host("n2", 1), Host("n3", 1))
-    given = experiment(
+    configured = experiment(
         save="/mnt/x", load="/l", num_layers=1, hidden_size=8, num_attention_heads=1,
         seq_length=8, lr=0.1, train_iters=5,
     )  # fmt: skip
-    told = {"path": "/l/iter_0000004", "iteration": 4, "content": {}, "skipped": []}
-    python = World("3.11", "/python", answers={"load": told})
+    fields = {"path": "/l/iter_0000004", "iteration": 4, "content": {}, "skipped": []}
+    python = PythonEnvironment("3.11", "/python", module_replies={"load": fields})
     fine = {"/mnt/x": ROOM, "/mnt/data_cache": ROOM}
     denied = {"/mnt/x": DENIED}
     there = ("iter_0000003", "iter_0000004")
-    found = Survey(
+    replies = HostReplies(
         hosts,
-        all_settings(given, hosts),
+        resolve_all_settings(configured, hosts),
         needed=({},) * 3,
         facts={
-            0: Facts(1, {}, "eth0", "b", 0.0, written=fine, checkpoints=there, python=python),
-            1: Facts(1, {}, "eth0", "b", 0.0, written=fine, checkpoints=there),
-            2: Facts(1, {}, "eth0", "b", 0.0, written=denied, checkpoints=("iter_0000003",)),
+            0: HostFacts(
+                1, {}, "eth0", "b", 0.0, output_paths=fine, checkpoints=there, python=python
+            ),
+            1: HostFacts(1, {}, "eth0", "b", 0.0, output_paths=fine, checkpoints=there),
+            2: HostFacts(
+                1, {}, "eth0", "b", 0.0, output_paths=denied, checkpoints=("iter_0000003",)
+            ),
         },
     )
     plan = make_plan(hosts=hosts, runner=Runner(nproc_per_node=1))
     names = ("save", "data_cache_path", "load")
-    rows: list[Check] = [one for one in check_hosts(given, plan, found) if one.name in names]
-    assert [(one.name, one.hosts, one.ok, one.warning) for one in rows] == [
+    rows: list[Check] = [
+        check for check in check_hosts(configured, plan, replies) if check.name in names
+    ]
+    assert [(check.name, check.hosts, check.ok, check.warning) for check in rows] == [
         ("save", "n[1-2]", True, False),
         ("save", "n3", False, False),
         ("data_cache_path", "n1", True, False),

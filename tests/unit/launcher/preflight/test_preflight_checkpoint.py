@@ -1,4 +1,4 @@
-"""What a preflight says of the checkpoint that training would start from."""
+"""Tests of the preflight check of the checkpoint that training would load."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.arguments import train_arguments
 
-from flagscale.config.schema import Experiment, Runner, Task, Train
-from flagscale.hosts.facts import Facts
+from flagscale.config.schema import Experiment, Runner, Task
+from flagscale.hosts.facts import HostFacts
 from flagscale.hosts.hostfile import Host
-from flagscale.hosts.python_world import World
+from flagscale.hosts.python_environment import PythonEnvironment
 from flagscale.launcher.layout import Layout
-from flagscale.launcher.planning.per_host import settings
-from flagscale.launcher.preflight.checkpoint import judge
+from flagscale.launcher.planning.per_host import resolve_settings
+from flagscale.launcher.preflight.checkpoint import check_checkpoint
 from flagscale.launcher.preflight.checks import Check
-from flagscale.launcher.preflight.directories import Wanted, wanted
+from flagscale.launcher.preflight.directories import HostPaths, collect_host_paths
 from flagscale.launcher.runners.hosts import HostRunner
 from flagscale.train.checkpoint.store import CheckpointStore
 
@@ -29,12 +30,12 @@ MakeExperiment = Callable[..., Experiment]
 
 @pytest.fixture
 def experiment(make_experiment: MakeExperiment) -> MakeExperiment:
-    """An experiment of this project's own program with these arguments."""
+    """Return an experiment of this project's own program with these arguments."""
 
     def make(*, exp_dir: Path = Path(OWN), **arguments: Any) -> Experiment:
         return make_experiment(
             task=Task(entrypoint=Path("/opt/program.py")),
-            train=Train(system={"checkpoint": {**MODEL, **arguments}}),
+            train=train_arguments(system={"checkpoint": {**MODEL, **arguments}}),
             runner=Runner(nproc_per_node=1),
             exp_dir=exp_dir,
         )
@@ -42,16 +43,16 @@ def experiment(make_experiment: MakeExperiment) -> MakeExperiment:
     return make
 
 
-def of(experiment: Experiment) -> Wanted:
-    own = settings(experiment, Host("h0", 1))
-    return wanted(experiment, Layout(experiment.exp_dir), own, first=True)
+def of(experiment: Experiment) -> HostPaths:
+    settings = resolve_settings(experiment, Host("h0", 1))
+    return collect_host_paths(experiment, Layout(experiment.exp_dir), settings, first=True)
 
 
-def facts(*checkpoints: int, told: dict[str, Any] | None = None, asked: bool = True) -> Facts:
+def facts(*checkpoints: int, told: dict[str, Any] | None = None, asked: bool = True) -> HostFacts:
     names = tuple(f"iter_{number:07d}" for number in checkpoints)
     answers = {} if told is None else {"load": told}
-    python = World("3.11", "/python", answers=answers) if asked else None
-    return Facts(1, {}, "eth0", "b", 0.0, checkpoints=names, python=python)
+    python = PythonEnvironment("3.11", "/python", module_replies=answers) if asked else None
+    return HostFacts(1, {}, "eth0", "b", 0.0, checkpoints=names, python=python)
 
 
 def whole(load: str, iteration: int, *skipped: str, **content: Any) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def whole(load: str, iteration: int, *skipped: str, **content: Any) -> dict[str,
 
 
 @pytest.mark.parametrize(
-    ("given", "row"),
+    ("arguments", "row"),
     [
         pytest.param({}, (True, False, f"{OWN}/checkpoints holds no checkpoint; "), id="first-run"),
         pytest.param({"load": "/l"}, (True, True, "/l holds no checkpoint; "), id="load"),
@@ -85,10 +86,10 @@ def whole(load: str, iteration: int, *skipped: str, **content: Any) -> dict[str,
         ),
     ],
 )
-def test_there_is_none(
-    experiment: MakeExperiment, given: dict[str, Any], row: tuple[bool, bool, str] | None
+def test_no_checkpoint(
+    experiment: MakeExperiment, arguments: dict[str, Any], row: tuple[bool, bool, str] | None
 ) -> None:
-    check = judge(of(experiment(**given)), facts(), facts(), 1)
+    check = check_checkpoint(of(experiment(**arguments)), facts(), facts(), 1)
     if row is None:
         assert check is None
         return
@@ -103,7 +104,7 @@ CUT = "iter_0000005: a.distcp has 99 bytes, expected 100"
 
 
 @pytest.mark.parametrize(
-    ("given", "told", "row"),
+    ("arguments", "reply", "row"),
     [
         pytest.param({}, whole("/l", 4), (True, False, "iteration 4 in /l"), id="whole"),
         pytest.param(
@@ -174,14 +175,14 @@ CUT = "iter_0000005: a.distcp has 99 bytes, expected 100"
         pytest.param({}, None, (True, True, "its Python was not asked"), id="not-asked"),
     ],
 )
-def test_there_is_one(
+def test_complete_checkpoint(
     experiment: MakeExperiment,
-    given: dict[str, Any],
-    told: dict[str, Any] | None,
+    arguments: dict[str, Any],
+    reply: dict[str, Any] | None,
     row: tuple[bool, bool, str],
 ) -> None:
-    host = facts(4, 10, told=told)
-    check = judge(of(experiment(load="/l", **given)), host, host, 1)
+    host = facts(4, 10, told=reply)
+    check = check_checkpoint(of(experiment(load="/l", **arguments)), host, host, 1)
     assert check is not None
     assert (check.ok, check.warning) == row[:2]
     assert row[2] in check.found
@@ -191,21 +192,21 @@ def test_there_is_one(
 def test_rank_0_decides(experiment: MakeExperiment) -> None:
     want = of(experiment(load="/l"))
     master = facts(4, told=whole("/l", 4))
-    fine = judge(want, facts(4, asked=False), master, 2)
+    fine = check_checkpoint(want, facts(4, asked=False), master, 2)
     assert fine is not None
     assert fine.found.startswith("iteration 4 in /l")
-    gone = judge(want, facts(3, 5), master, 2)
-    assert gone is not None
-    assert not gone.ok
-    none = judge(want, facts(4), facts(), 2)
+    missing = check_checkpoint(want, facts(3, 5), master, 2)
+    assert missing is not None
+    assert not missing.ok
+    none = check_checkpoint(want, facts(4), facts(), 2)
     assert none is not None
     assert none.found.startswith("/l holds no checkpoint")
-    assert judge(want, facts(4), None, 2) is None
+    assert check_checkpoint(want, facts(4), None, 2) is None
 
 
 @pytest.fixture
-def look(experiment: MakeExperiment, tmp_path: Path) -> Callable[..., Check]:
-    """This machine's own answer."""
+def check_here(experiment: MakeExperiment, tmp_path: Path) -> Callable[..., Check]:
+    """Return this machine's own result."""
 
     def run(**given: Any) -> Check:
         with HostRunner().prepare(experiment(exp_dir=tmp_path, **given), checking=True) as ready:
@@ -221,33 +222,37 @@ def save(root: Path, iteration: int, **content: Any) -> Path:
     return store.publish(iteration, content)
 
 
-def test_this_machine_tells_which_one_is_whole(look: Callable[..., Check], tmp_path: Path) -> None:
+def test_this_machine_finds_the_complete_checkpoint(
+    check_here: Callable[..., Check], tmp_path: Path
+) -> None:
     root = tmp_path / "checkpoints"
-    assert look().found.startswith(f"{root} holds no checkpoint")
+    assert check_here().found.startswith(f"{root} holds no checkpoint")
     older, newest = save(root, 4, distributed_optimizer=True), save(root, 5)
-    assert look().found == f"iteration 5 in {root}"
+    assert check_here().found == f"iteration 5 in {root}"
     (newest / "a.distcp").write_bytes(b"x")
-    cut = look(use_distributed_optimizer=True)
+    cut = check_here(use_distributed_optimizer=True)
     assert (cut.ok, cut.warning) == (True, True)
     assert cut.found == (
         f"iteration 4 in {root}; passed over iter_0000005: a.distcp has 1 bytes, expected 100"
     )
-    other = look()
-    assert not other.ok
-    assert "saved with use_distributed_optimizer: true, this run has false" in other.found
-    assert other.hint.startswith("set use_distributed_optimizer: true")
+    result = check_here()
+    assert not result.ok
+    assert "saved with use_distributed_optimizer: true, this run has false" in result.found
+    assert result.hint.startswith("set use_distributed_optimizer: true")
     (older / "a.distcp").unlink()
-    none = look()
+    none = check_here()
     assert not none.ok
     assert none.found.startswith(f"{root}: holds no whole checkpoint: iter_0000005: a.distcp has")
     assert "remove the damaged directories" in none.hint
 
 
-def test_a_tracker_file_alone_is_looked_at(look: Callable[..., Check], tmp_path: Path) -> None:
-    """The ranks would refuse it, too."""
+def test_tracker_file_without_a_checkpoint_fails(
+    check_here: Callable[..., Check], tmp_path: Path
+) -> None:
+    """The ranks would reject it as well."""
     root = tmp_path / "checkpoints"
     root.mkdir()
     (root / "latest_checkpointed_iteration.txt").write_text("soon")
-    found = look()
-    assert not found.ok
-    assert "holds 'soon', expected an iteration" in found.found
+    result = check_here()
+    assert not result.ok
+    assert "holds 'soon', expected an iteration" in result.found

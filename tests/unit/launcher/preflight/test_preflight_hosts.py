@@ -1,4 +1,4 @@
-"""What many hosts' answers come to."""
+"""Tests of the preflight checks that combine the results of many hosts."""
 
 from __future__ import annotations
 
@@ -11,68 +11,68 @@ import pytest
 from flagscale.config.schema import Experiment, Runner
 from flagscale.errors import ConfigError, UnreachableError
 from flagscale.hosts.errors import ChangedHostKeyError, NoRouteError
-from flagscale.hosts.facts import NOT_WRITABLE, Facts, PathState
+from flagscale.hosts.facts import NOT_WRITABLE, HostFacts, PathState
 from flagscale.hosts.hostfile import Host
-from flagscale.hosts.python_world import World
+from flagscale.hosts.python_environment import PythonEnvironment
 from flagscale.launcher.planning.model import LaunchPlan
-from flagscale.launcher.planning.per_host import all_settings
-from flagscale.launcher.preflight.checks import Check, exit_code, require
-from flagscale.launcher.preflight.host_probe import Survey
+from flagscale.launcher.planning.per_host import resolve_all_settings
+from flagscale.launcher.preflight.checks import Check, compute_exit_code, require_passed
+from flagscale.launcher.preflight.host_probe import HostReplies
 from flagscale.launcher.preflight.hosts import check_hosts, require_usable
 
 HOSTS = tuple(Host(f"n{number:02}", 1) for number in range(1, 31))
-PYTHON = World("3.11.7", "/opt/python", {"torch": "2.13.0", "numpy": "2.0"})
-PLACE = PathState("/data", user="trainer", free=1 << 40)
-FACTS = Facts(
+PYTHON = PythonEnvironment("3.11.7", "/opt/python", {"torch": "2.13.0", "numpy": "2.0"})
+PLACE = PathState("/data", user="trainer", free_bytes=1 << 40)
+FACTS = HostFacts(
     cpus=8,
     devices={},
     interface="eth0",
     boot_id="b",
-    skew=0.0,
+    clock_offset=0.0,
     port=29500,
     python=PYTHON,
-    project=True,
+    has_project=True,
     exp_dir=PLACE,
 )
 
 
-def survey_of(experiment: Experiment, facts: dict[int, Facts], **more: Any) -> Survey:
+def survey_of(experiment: Experiment, facts: dict[int, HostFacts], **more: Any) -> HostReplies:
     needed = ({"/d/x.bin": "train.data.data_path"},) * len(HOSTS)
-    settings = all_settings(experiment, HOSTS)
-    return Survey(HOSTS, settings, needed=needed, facts=facts, **more)
+    settings = resolve_all_settings(experiment, HOSTS)
+    return HostReplies(HOSTS, settings, needed=needed, facts=facts, **more)
 
 
 @pytest.fixture
 def checks(
     make_plan: Callable[..., LaunchPlan], make_experiment: Callable[..., Experiment]
 ) -> Callable[..., list[Check]]:
-    def run(changes: dict[int, Facts] | None = None, **errors: Any) -> list[Check]:
+    def run(changes: dict[int, HostFacts] | None = None, **errors: Any) -> list[Check]:
         facts = dict.fromkeys(range(len(HOSTS)), FACTS) | (changes or {})
         unreachable = errors.get("errors", {})
-        facts = {rank: one for rank, one in facts.items() if rank not in unreachable}
+        facts = {rank: host_facts for rank, host_facts in facts.items() if rank not in unreachable}
         experiment = make_experiment()
-        found = survey_of(experiment, facts, errors=unreachable, code=errors.get("code", ""))
+        replies = survey_of(experiment, facts, errors=unreachable, code=errors.get("code", ""))
         plan = make_plan(hosts=HOSTS, runner=Runner(nproc_per_node=1))
-        return check_hosts(experiment, plan, found)
+        return check_hosts(experiment, plan, replies)
 
     return run
 
 
-def python(**changes: Any) -> Facts:
+def python(**changes: Any) -> HostFacts:
     return replace(FACTS, python=replace(PYTHON, **changes))
 
 
-def place(**changes: Any) -> Facts:
+def place(**changes: Any) -> HostFacts:
     return replace(FACTS, exp_dir=replace(PLACE, **changes))
 
 
 def test_equal_hosts_are_one_row(checks: Callable[..., list[Check]]) -> None:
-    found = checks()
-    assert all(check.ok for check in found)
-    names = [check.name for check in found]
+    results = checks()
+    assert all(check.ok for check in results)
+    names = [check.name for check in results]
     assert len(names) == len(set(names))
-    assert {check.hosts for check in found} == {"n[01-30]", "n01"}
-    assert exit_code(found) == 0
+    assert {check.hosts for check in results} == {"n[01-30]", "n01"}
+    assert compute_exit_code(results) == 0
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_equal_hosts_are_one_row(checks: Callable[..., list[Check]]) -> None:
         pytest.param(
             replace(FACTS, python=None, python_error="No such file"), "python", "No such", id="none"
         ),
-        pytest.param(replace(FACTS, project=False), "code", "no flagscale", id="no-code"),
+        pytest.param(replace(FACTS, has_project=False), "code", "no flagscale", id="no-code"),
         pytest.param(
             replace(FACTS, missing=("/d/x.bin",)),
             "files",
@@ -100,49 +100,49 @@ def test_equal_hosts_are_one_row(checks: Callable[..., list[Check]]) -> None:
         ),
         pytest.param(replace(FACTS, interface=None), "interface", "means nothing", id="interface"),
         pytest.param(
-            replace(FACTS, loopback=True, boot_id="another"),
+            replace(FACTS, is_master_loopback=True, boot_id="another"),
             "interface",
             "n01 is a loopback address there",
             id="loopback",
         ),
-        pytest.param(place(free=1000), "exp_dir", "0 MiB free", id="disk"),
+        pytest.param(place(free_bytes=1000), "exp_dir", "0 MiB free", id="disk"),
         pytest.param(
-            place(unfit=NOT_WRITABLE),
+            place(problem=NOT_WRITABLE),
             "exp_dir",
             "/data is not writable for user trainer",
             id="rights",
         ),
         pytest.param(
-            place(unfit="not a directory"), "exp_dir", "/data is not a directory", id="file"
+            place(problem="not a directory"), "exp_dir", "/data is not a directory", id="file"
         ),
-        pytest.param(replace(FACTS, skew=-90.0), "clock", "90 s behind ours", id="clock"),
+        pytest.param(replace(FACTS, clock_offset=-90.0), "clock", "90 s behind ours", id="clock"),
         pytest.param(replace(FACTS, alive="2025-x"), "earlier run", "2025-x is alive", id="alive"),
     ],
 )
 def test_the_odd_one_out_is_named(
-    checks: Callable[..., list[Check]], facts: Facts, name: str, message: str
+    checks: Callable[..., list[Check]], facts: HostFacts, name: str, message: str
 ) -> None:
-    found = checks({7: facts})
-    (failed,) = [check for check in found if not check.ok and check.name == name]
+    results = checks({7: facts})
+    (failed,) = [check for check in results if not check.ok and check.name == name]
     assert failed.hosts == "n08"
     assert message in failed.found
-    assert exit_code(found) == 2
+    assert compute_exit_code(results) == 2
     with pytest.raises(ConfigError, match="n08"):
-        require(found)
+        require_passed(results)
 
 
 def test_names_of_one_machine_may_meet_at_its_loopback_address(
     checks: Callable[..., list[Check]],
 ) -> None:
-    found = checks({rank: replace(FACTS, loopback=True) for rank in range(len(HOSTS))})
-    assert exit_code(found) == 0
+    results = checks({rank: replace(FACTS, is_master_loopback=True) for rank in range(len(HOSTS))})
+    assert compute_exit_code(results) == 0
 
 
-def test_code_is_compared_where_hosts_have_their_own(checks: Callable[..., list[Check]]) -> None:
+def test_code_is_compared_without_a_shared_file_system(checks: Callable[..., list[Check]]) -> None:
     same = {rank: python(code="d1") for rank in range(len(HOSTS))}
-    assert exit_code(checks(same, code="d1")) == 0
-    found = checks({**same, 3: python(code="d2")}, code="d1")
-    assert [check.hosts for check in found if not check.ok] == ["n04"]
+    assert compute_exit_code(checks(same, code="d1")) == 0
+    results = checks({**same, 3: python(code="d2")}, code="d1")
+    assert [check.hosts for check in results if not check.ok] == ["n04"]
 
 
 def test_unreachable_hosts_come_first_and_decide(checks: Callable[..., list[Check]]) -> None:
@@ -151,20 +151,20 @@ def test_unreachable_hosts_come_first_and_decide(checks: Callable[..., list[Chec
         5: NoRouteError("n06", "no route to 10.0.0.6"),
         9: ChangedHostKeyError("n10", "another key", hint="ssh-keygen -R n10"),
     }
-    found = checks({7: replace(FACTS, skew=90.0)}, errors=errors)
-    rows = [(check.hosts, check.ok) for check in found if check.name == "reachable"]
+    results = checks({7: replace(FACTS, clock_offset=90.0)}, errors=errors)
+    rows = [(check.hosts, check.ok) for check in results if check.name == "reachable"]
     assert rows[:2] == [("n[05-06]", False), ("n10", False)]
     # Names are a column of their own.
-    assert found[0].found == "no route to host; for example: n05: no route to 10.0.0.5"
-    assert found[1].found == "another key"
-    assert exit_code(found) == 3
+    assert results[0].found == "no route to host; for example: n05: no route to 10.0.0.5"
+    assert results[1].found == "another key"
+    assert compute_exit_code(results) == 3
     with pytest.raises(UnreachableError, match=r"n\[05-06\]") as raised:
-        require(found)
+        require_passed(results)
     assert "ssh-keygen -R n10" in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("runner", "shown"),
+    ("runner", "expected"),
     [
         pytest.param(
             {}, ["29500, free, picked there", "29501, free, beside the master port"], id="picked"
@@ -187,18 +187,18 @@ def test_unreachable_hosts_come_first_and_decide(checks: Callable[..., list[Chec
         ),
     ],
 )
-def test_both_ports_are_told_with_where_they_come_from(
+def test_both_ports_are_reported_with_their_keys(
     make_plan: Callable[..., LaunchPlan],
     make_experiment: Callable[..., Experiment],
     runner: dict[str, Any],
-    shown: list[str],
+    expected: list[str],
 ) -> None:
-    given = Runner(nproc_per_node=1, **runner)
-    experiment = make_experiment(runner=given)
-    found = survey_of(experiment, {0: FACTS})
-    checks = check_hosts(experiment, make_plan(hosts=HOSTS, runner=given), found)
+    configured = Runner(nproc_per_node=1, **runner)
+    experiment = make_experiment(runner=configured)
+    replies = survey_of(experiment, {0: FACTS})
+    checks = check_hosts(experiment, make_plan(hosts=HOSTS, runner=configured), replies)
     rows = [check for check in checks if check.name in ("master port", "liveness port")]
-    assert [check.found for check in rows] == shown
+    assert [check.found for check in rows] == expected
     assert {check.hosts for check in rows} == {"n01"}
 
 
@@ -211,7 +211,7 @@ def test_both_ports_are_told_with_where_they_come_from(
     ],
     ids=["ranks", "beside", "agents"],
 )
-def test_a_taken_port_is_told_by_the_key_that_it_comes_from(
+def test_port_in_use_is_reported_with_its_key(
     make_experiment: Callable[..., Experiment],
     runner: dict[str, Any],
     busy: int,
@@ -220,7 +220,7 @@ def test_a_taken_port_is_told_by_the_key_that_it_comes_from(
 ) -> None:
     facts = replace(FACTS, port=None, busy_port=busy, port_holder="process 7 (nc)")
     experiment = make_experiment(runner=Runner(nproc_per_node=1, **runner))
-    found = survey_of(experiment, dict.fromkeys(range(len(HOSTS)), facts))
+    replies = survey_of(experiment, dict.fromkeys(range(len(HOSTS)), facts))
     with pytest.raises(ConfigError, match=advice) as raised:
-        require_usable(experiment, found)
+        require_usable(experiment, replies)
     assert f"runner.{key}: port {busy} of n01 is in use by process 7 (nc)" in str(raised.value)

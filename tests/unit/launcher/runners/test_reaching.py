@@ -1,4 +1,4 @@
-"""What a run keeps of the ways to its hosts, and that it leads to them again."""
+"""Tests that a run's handle leads to the same endpoints again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flagscale.config.schema import Experiment, Runner
-from flagscale.hosts.executor import Endpoint
+from flagscale.hosts.connection import Endpoint
 from flagscale.hosts.hostfile import Host
 from flagscale.launcher.runners import endpoints
 
@@ -35,7 +35,7 @@ def test_hosts_are_reached_again_as_they_were(
     make_experiment: Callable[..., Experiment], hosts: list[Host], expected: list[Endpoint]
 ) -> None:
     experiment = make_experiment(runner=Runner(ssh_port=7, hostfile=Path("hosts")))
-    handle = endpoints.handle(experiment, hosts)
-    assert not endpoints.is_here(handle)
-    reached = endpoints.reach(handle, [host.name for host in hosts])
+    handle = endpoints.make_handle(experiment, hosts)
+    assert not endpoints.is_local(handle)
+    reached = endpoints.open_hosts(handle, [host.name for host in hosts])
     assert list(reached.endpoints) == expected

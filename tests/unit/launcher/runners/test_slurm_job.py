@@ -1,4 +1,4 @@
-"""What Slurm is given of a plan: golden files, and what it makes of hostile values.
+"""Tests of the Slurm job of a plan: golden files, and quoting of hostile values.
 
 ``FLAGSCALE_UPDATE_GOLDEN=1`` rewrites the golden files.
 """
@@ -30,12 +30,12 @@ from flagscale.config.schema import (
 )
 from flagscale.errors import ConfigError
 from flagscale.hosts.hostfile import Host
-from flagscale.launcher.planning.deferred_values import left_to_the_job
+from flagscale.launcher.planning.deferred_values import defer_to_job
 from flagscale.launcher.planning.model import LaunchPlan, RunnerHandle
 from flagscale.launcher.planning.script import render
 from flagscale.launcher.runners.slurm import files
-from flagscale.launcher.runners.slurm.container import with_its_directory
-from flagscale.launcher.runners.slurm.job import batch_job, job_name, plan_of, signal_seconds
+from flagscale.launcher.runners.slurm.container import use_container_workdir
+from flagscale.launcher.runners.slurm.job import batch_job, job_name, plan_with_job, signal_seconds
 
 MakePlan = Callable[..., LaunchPlan]
 MakeExperiment = Callable[..., Experiment]
@@ -101,32 +101,32 @@ CASES: dict[str, dict[str, Any]] = {
 def planned(make_plan: MakePlan, name: str) -> tuple[LaunchPlan, Runner]:
     case = CASES[name]
     runner = case["runner"]
-    made = left_to_the_job(make_plan(**case), runner)
-    return with_its_directory(made, runner.slurm.container), runner
+    plan = defer_to_job(make_plan(**case), runner)
+    return use_container_workdir(plan, runner.slurm.container), runner
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_golden(make_plan: MakePlan, name: str) -> None:
-    """The command, what is the job's own in its script, and in the script of a host."""
+    """The command, the job-specific part of its script, and that of one host's script."""
     plan, runner = planned(make_plan, name)
-    made = batch_job(plan, runner)
-    head = made.script.partition("IFS= read")[0]
-    host = render(plan, plan.hosts[1]).partition("# Every process of the run")[0]
-    text = "\n".join([*map(shlex.quote, made.command), "", head, host])
+    job = batch_job(plan, runner)
+    head = job.script.partition("IFS= read")[0]
+    host = render(plan, plan.hosts[1]).partition("# Identity of the run")[0]
+    text = "\n".join([*map(shlex.quote, job.command), "", head, host])
     text = text.replace(f"flagscale {__version__}", "flagscale VERSION")
     text = text.replace(str(PROJECT), "/PROJECT")
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("FLAGSCALE_UPDATE_GOLDEN") == "1":
         path.write_text(text, encoding="utf-8")
     assert text == path.read_text(encoding="utf-8")
-    assert "s3cr3t" not in made.script + host + repr(plan) + repr(plan.to_json())
+    assert "s3cr3t" not in job.script + host + repr(plan) + repr(plan.to_json())
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_shellcheck_finds_nothing(make_plan: MakePlan, name: str, tmp_path: Path) -> None:
     beside = Path(sys.executable).parent / "shellcheck"
-    found = str(beside) if beside.exists() else shutil.which("shellcheck")
-    if found is None:
+    path = str(beside) if beside.exists() else shutil.which("shellcheck")
+    if path is None:
         pytest.skip("shellcheck is not installed")
     plan, runner = planned(make_plan, name)
     script = batch_job(plan, runner).script
@@ -138,47 +138,47 @@ def test_shellcheck_finds_nothing(make_plan: MakePlan, name: str, tmp_path: Path
     }
     for part, text in texts.items():
         (tmp_path / part).write_text(text, encoding="utf-8")
-    argv = [found, *(str(tmp_path / part) for part in texts)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "")
+    argv = [path, *(str(tmp_path / part) for part in texts)]
+    result = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "")
 
 
 def test_values_come_back_out_of_bash(make_plan: MakePlan) -> None:
     plan, runner = planned(make_plan, "slurm_hostile")
     head = batch_job(plan, runner).script.partition("IFS= read")[0]
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", "-c", f'{head}\nprintf \'%s\\0\' "$job_dir" "${{srun[@]}}"'],
         capture_output=True,
         text=True,
         check=True,
     )
-    directory, *srun = done.stdout.split("\0")[:-1]
-    assert Path(directory) == files.of_run(plan.exp_dir, plan.run_id)
+    directory, *srun = result.stdout.split("\0")[:-1]
+    assert Path(directory) == files.job_directory(plan.exp_dir, plan.run_id)
     assert "--cpus-per-task=4" in srun
 
 
-def test_a_name_that_slurm_takes_as_it_is(make_plan: MakePlan) -> None:
+def test_job_name_is_safe(make_plan: MakePlan) -> None:
     plan, _ = planned(make_plan, "slurm_hostile")
     assert re.fullmatch(r"[A-Za-z0-9._\-]{1,90}", job_name(plan))
     assert job_name(replace(plan, name="ü" * 300)).endswith(f".{plan.run_id}")
 
 
-def test_the_words_that_start_a_container(make_plan: MakePlan) -> None:
-    """As the runtime gets them, once bash has read them."""
-    found = {}
+def test_container_command_line(make_plan: MakePlan) -> None:
+    """The command line is the one that the runtime receives after bash has parsed it."""
+    environment = {}
     for name, array in (("slurm_pyxis", "srun"), ("slurm_apptainer", "inside")):
         head = batch_job(*planned(make_plan, name)).script.partition("IFS= read")[0]
         script = f"{head}\nprintf '%s\\0' \"${{{array}[@]}}\""
-        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
-        found[name] = done.stdout.split("\0")[:-1]
-    own = f"/data/runs/tiny:/data/runs/tiny,{PROJECT}:{PROJECT},/home/user/work:/home/user/work"
-    assert found["slurm_pyxis"][-4:] == [
+        result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+        environment[name] = result.stdout.split("\0")[:-1]
+    mounts = f"/data/runs/tiny:/data/runs/tiny,{PROJECT}:{PROJECT},/home/user/work:/home/user/work"
+    assert environment["slurm_pyxis"][-4:] == [
         "--container-image=nvcr.io#nvidia/pytorch:25.04-py3",
-        f"--container-mounts={own},/data:/data,/scratch/$USER 'x':/tmp/x:ro",
+        f"--container-mounts={mounts},/data:/data,/scratch/$USER 'x':/tmp/x:ro",
         "--container-workdir=/home/user/work",
         "--no-container-mount-home",
     ]
-    assert found["slurm_apptainer"] == [
+    assert environment["slurm_apptainer"] == [
         *("apptainer", "exec", "--bind=/data/runs/tiny:/data/runs/tiny"),
         *("--bind=/logs of $USER:/logs of $USER", "--bind=/data:/mnt/data", "--pwd=/work"),
         *("--nv", "/images/it's $HOME.sif"),
@@ -186,7 +186,7 @@ def test_the_words_that_start_a_container(make_plan: MakePlan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "python"),
+    ("runner_keys", "python"),
     [
         pytest.param({}, "python3", id="the image's"),
         pytest.param({"python": "/opt/bin/python"}, "/opt/bin/python", id="as the user says"),
@@ -194,25 +194,25 @@ def test_the_words_that_start_a_container(make_plan: MakePlan) -> None:
     ],
 )
 def test_a_containers_python(
-    make_experiment: MakeExperiment, given: dict[str, Any], python: str
+    make_experiment: MakeExperiment, runner_keys: dict[str, Any], python: str
 ) -> None:
     slurm = Slurm(container=Container(image="x.sif", runtime="apptainer", workdir="/w"))
-    plan = plan_of(make_experiment(runner=Runner(type="slurm", slurm=slurm, **given)))
+    plan = plan_with_job(make_experiment(runner=Runner(type="slurm", slurm=slurm, **runner_keys)))
     assert [(host.python, host.workdir) for host in plan.hosts] == [(python, Path("/w"))]
 
 
 def test_a_directory_that_no_container_can_have(make_experiment: MakeExperiment) -> None:
     runner = Runner(type="slurm", slurm=Slurm(container=Container(image="x")))
-    with pytest.raises(ConfigError, match="/a,b cannot be in a container"):
-        plan_of(make_experiment(exp_dir=Path("/a,b"), runner=runner))
+    with pytest.raises(ConfigError, match="/a,b cannot be mounted in a container"):
+        plan_with_job(make_experiment(exp_dir=Path("/a,b"), runner=runner))
 
 
 def test_ranks_are_as_many_as_gpus(make_experiment: MakeExperiment) -> None:
     slurm = Slurm(gpus_per_node="h100:4")
-    plan = plan_of(make_experiment(runner=Runner(type="slurm", nnodes=2, slurm=slurm)))
+    plan = plan_with_job(make_experiment(runner=Runner(type="slurm", nnodes=2, slurm=slurm)))
     assert [host.nproc for host in plan.hosts] == [4, 4]
     fewer = Runner(type="slurm", nnodes=2, nproc_per_node=2, slurm=slurm)
-    assert plan_of(make_experiment(runner=fewer)).world_size == 4
+    assert plan_with_job(make_experiment(runner=fewer)).world_size == 4
 
 
 def test_a_component_for_each_type(make_experiment: MakeExperiment) -> None:
@@ -221,7 +221,7 @@ def test_a_component_for_each_type(make_experiment: MakeExperiment) -> None:
         "BI": SlurmType(nodes=1, gpus_per_node="4"),
     }
     slurm = Slurm(partition="all", by_type=kinds)
-    plan = plan_of(make_experiment(runner=Runner(type="slurm", slurm=slurm)))
+    plan = plan_with_job(make_experiment(runner=Runner(type="slurm", slurm=slurm)))
     assert [(h.name, h.device_type, h.nproc) for h in plan.hosts] == [
         ("node-0", "A800", 8),
         ("node-1", "A800", 8),
@@ -240,11 +240,11 @@ def test_types_that_no_host_has(make_experiment: MakeExperiment, tmp_path: Path)
     slurm = Slurm(by_type={"A80": SlurmType(mem="0")})
     runner = Runner(type="slurm", hostfile=tmp_path / "hosts", slurm=slurm)
     with pytest.raises(ConfigError, match=r"A80: no host .* did you mean 'A800'"):
-        plan_of(make_experiment(runner=runner))
+        plan_with_job(make_experiment(runner=runner))
 
 
 def test_one_node_needs_no_meeting(make_experiment: MakeExperiment) -> None:
-    plan = plan_of(make_experiment(runner=Runner(type="slurm")))
+    plan = plan_with_job(make_experiment(runner=Runner(type="slurm")))
     assert (plan.master_addr, plan.master_port, plan.liveness_port) == ("127.0.0.1", 0, None)
     assert plan.job is not None
     assert "master_addr=127.0.0.1\n" in plan.job.script
@@ -254,14 +254,14 @@ def test_time_to_save(make_plan: MakePlan) -> None:
     assert signal_seconds(Runner(stop_grace=59.5)) == 90
 
 
-def test_what_a_job_says(tmp_path: Path) -> None:
-    assert files.started(tmp_path) is None
+def test_end_records_of_a_job(tmp_path: Path) -> None:
+    assert files.read_start(tmp_path) is None
     (tmp_path / "nodes").write_text("job=12\nstart=1\nnodes=h[01-02],x\nmaster=a:1\n")
-    assert files.started(tmp_path) == files.Started("12", 1, ("h01", "h02", "x"))
+    assert files.read_start(tmp_path) == files.JobStart("12", 1, ("h01", "h02", "x"))
     (tmp_path / "nodes").write_text("job=12\n")
-    assert files.started(tmp_path) is None
+    assert files.read_start(tmp_path) is None
     (tmp_path / "ended").write_text("start=0\ncode=7\nwhy=\n")
-    assert files.ended(tmp_path) == files.Ended(0, 7, "")
+    assert files.read_end(tmp_path) == files.JobEnd(0, 7, "")
 
 
 def test_secrets_are_files_of_the_users_alone(make_plan: MakePlan, tmp_path: Path) -> None:
@@ -270,11 +270,13 @@ def test_secrets_are_files_of_the_users_alone(make_plan: MakePlan, tmp_path: Pat
         make_plan(hosts=hosts, envs=Environments({"API_TOKEN": "a 'b' $c"})),
         runner=RunnerHandle("slurm"),
     )
-    files.write(plan, tmp_path / "job", named=True)
+    files.write_job_files(plan, tmp_path / "job", named=True)
     assert (tmp_path / "job" / "hosts").read_text() == "h0\nh1\n"
     path = tmp_path / "job" / "secrets.1"
     assert path.stat().st_mode & 0o777 == 0o600
-    shown = ["bash", "-c", '. "$1" && printf %s "$API_TOKEN"', "bash", str(path)]
-    assert subprocess.run(shown, capture_output=True, text=True, check=True).stdout == "a 'b' $c"
-    files.forget_secrets(tmp_path / "job")
+    print_token = ["bash", "-c", '. "$1" && printf %s "$API_TOKEN"', "bash", str(path)]
+    assert (
+        subprocess.run(print_token, capture_output=True, text=True, check=True).stdout == "a 'b' $c"
+    )
+    files.remove_secrets(tmp_path / "job")
     assert not path.exists()

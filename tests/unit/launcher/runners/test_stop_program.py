@@ -1,4 +1,4 @@
-"""The program that ends a run on a host, run by bash on this machine."""
+"""Tests of the program that ends a run on a host, run by this machine's bash."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 
 from flagscale.hosts import processes
 from flagscale.hosts.hostfile import Host
-from flagscale.hosts.program import Answer, parse
+from flagscale.hosts.program import ProgramOutput, parse_output
 from flagscale.launcher.planning.model import LaunchPlan
 from flagscale.launcher.runners.programs import stop
-from flagscale.launcher.state import RunState, state_of
+from flagscale.launcher.state import RunState, make_state
 from flagscale.status import RUN_ID_VARIABLE
 
 MakePlan = Callable[..., LaunchPlan]
@@ -25,13 +25,13 @@ Start = Callable[..., subprocess.Popen[bytes]]
 
 @pytest.fixture
 def state(make_plan: MakePlan, tmp_path: Path) -> RunState:
-    made = state_of(make_plan(hosts=(Host("h0"), Host("h1")), exp_dir=tmp_path / "exp"))
-    return replace(made, run_id=f"t-{os.urandom(6).hex()}", stop_grace=1.0)
+    plan = make_state(make_plan(hosts=(Host("h0"), Host("h1")), exp_dir=tmp_path / "exp"))
+    return replace(plan, run_id=f"t-{os.urandom(6).hex()}", stop_grace=1.0)
 
 
 @pytest.fixture
 def start(state: RunState) -> Iterator[Start]:
-    """Starts a bash script, as a process of the run unless told otherwise."""
+    """Start a bash script, by default as a process of the run."""
     with ExitStack() as ended:
 
         def started(script: str, run_id: str = state.run_id) -> subprocess.Popen[bytes]:
@@ -48,37 +48,37 @@ def start(state: RunState) -> Iterator[Start]:
         yield started
 
 
-def run(text: str) -> Answer:
-    done = subprocess.run(["bash", "-c", text], capture_output=True, check=True, timeout=60)
-    assert done.stderr == b""
-    return parse(done.stdout)
+def run(text: str) -> ProgramOutput:
+    result = subprocess.run(["bash", "-c", text], capture_output=True, check=True, timeout=60)
+    assert result.stderr == b""
+    return parse_output(result.stdout)
 
 
 def host_of(state: RunState, script: subprocess.Popen[bytes] | None = None) -> str:
-    identity = processes.identify(script.pid) if script else None
+    identity = processes.identify_process(script.pid) if script else None
     host = replace(
         state.hosts[0],
-        boot_id=processes.boot_id(),
+        boot_id=processes.read_boot_id(),
         pid=identity.pid if identity else None,
         start_ticks=identity.start_ticks if identity else None,
     )
-    return stop.text(state, host)
+    return stop.render_stop(state, host)
 
 
-def test_exactly_what_carries_the_runs_id_is_ended(state: RunState, start: Start) -> None:
-    own, deaf = start("exec sleep 600"), start("trap '' TERM; while :; do sleep 0.1; done")
-    other = start("exec sleep 600", f"{state.run_id}0")
+def test_only_processes_with_the_run_id_are_ended(state: RunState, start: Start) -> None:
+    member, deaf = start("exec sleep 600"), start("trap '' TERM; while :; do sleep 0.1; done")
+    other_run = start("exec sleep 600", f"{state.run_id}0")
     answer = run(host_of(state))
     assert int(answer.get("found")) >= 2
-    assert str(own.pid) in answer.get("terminated").split()
+    assert str(member.pid) in answer.get("terminated").split()
     assert str(deaf.pid) in answer.get("killed").split()
     assert answer.get("left") == ""
-    assert (own.wait(), deaf.wait(), other.poll()) == (-15, -9, None)
+    assert (member.wait(), deaf.wait(), other_run.poll()) == (-15, -9, None)
     again = run(host_of(state))
     assert (again.get("found"), again.get("end")) == ("0", "yes")
 
 
-def test_what_a_script_has_started_is_found_below_it(state: RunState, start: Start) -> None:
+def test_descendants_of_the_script_are_ended(state: RunState, start: Start) -> None:
     script = start("env -i sleep 600 & echo begun; wait")
     assert script.stdout is not None
     assert script.stdout.readline() == b"begun\n"
@@ -88,33 +88,31 @@ def test_what_a_script_has_started_is_found_below_it(state: RunState, start: Sta
     assert script.stdout.read() == b""  # whoever could write to it has ended
 
 
-def test_a_pid_that_belongs_to_another_process_by_now_is_spared(
-    state: RunState, start: Start
-) -> None:
+def test_reused_pid_is_spared(state: RunState, start: Start) -> None:
     stranger = start("exec sleep 600", "other")
-    identity = processes.identify(stranger.pid)
+    identity = processes.identify_process(stranger.pid)
     assert identity is not None
     later = replace(
         state.hosts[0],
-        boot_id=processes.boot_id(),
+        boot_id=processes.read_boot_id(),
         pid=stranger.pid,
         start_ticks=identity.start_ticks - 1,
     )
-    assert run(stop.text(state, later)).get("found") == "0"
+    assert run(stop.render_stop(state, later)).get("found") == "0"
     # The last look, right before a signal.
-    functions = host_of(state).partition("exec {never}")[0]
+    functions = host_of(state).partition("exec {idle_fd}")[0]
     pid, ticks = identity.pid, identity.start_ticks
     tries = (
-        f"started[{pid}]={ticks - 1}; send KILL {pid} || say early spared\n"
-        f"started[{pid}]={ticks}; send KILL {pid} && say exact sent\n"
+        f"started[{pid}]={ticks - 1}; send_signal KILL {pid} || report early spared\n"
+        f"started[{pid}]={ticks}; send_signal KILL {pid} && report exact sent\n"
     )
-    answer = run(functions + tries + "tell\n")
+    answer = run(functions + tries + "print_results\n")
     assert (answer.get("early"), answer.get("exact")) == ("spared", "sent")
     assert stranger.wait() == -9
 
 
 def test_an_earlier_boots_pids_mean_nothing(state: RunState, start: Start) -> None:
-    own = start("exec sleep 600")
-    text = stop.text(state, replace(state.hosts[0], boot_id="another"))
+    member = start("exec sleep 600")
+    text = stop.render_stop(state, replace(state.hosts[0], boot_id="another"))
     assert run(text).get("end") == "yes"
-    assert own.poll() is None
+    assert member.poll() is None

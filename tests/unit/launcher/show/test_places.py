@@ -1,4 +1,4 @@
-"""Where a person finds what a run wrote."""
+"""Tests of the output paths that are printed after a start."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.arguments import train_arguments
 
-from flagscale.config.schema import Train
 from flagscale.launcher.planning.model import LaunchPlan
 from flagscale.launcher.show import places
-from flagscale.launcher.state import state_of
+from flagscale.launcher.state import make_state
 from flagscale.train.checkpoint.store import CheckpointStore
 
 
@@ -43,15 +43,15 @@ def test_the_checkpoint_that_would_be_loaded(
         (store.path(iteration) / "a.distcp").write_bytes(b"x")
     if tracker is not None:
         (root / "latest_checkpointed_iteration.txt").write_text(tracker)
-    plan = make_plan(exp_dir=tmp_path, train=Train(system={"save": str(root)}))
-    found = dict(places.written(plan, state_of(plan)))
-    assert [path.name for label, path in found.items() if "checkpoint" in label] == [named]
+    plan = make_plan(exp_dir=tmp_path, train=train_arguments(system={"save": str(root)}))
+    state = dict(places.find_output_paths(plan, make_state(plan)))
+    assert [path.name for label, path in state.items() if "checkpoint" in label] == [named]
 
 
-def test_another_programs_checkpoint_is_named_as_it_is(
+def test_checkpoint_of_an_external_program(
     tmp_path: Path, make_plan: Callable[..., LaunchPlan]
 ) -> None:
     newest = tmp_path / "iter_0000003" / "mp_rank_00"
     newest.mkdir(parents=True)
-    plan = make_plan(exp_dir=tmp_path, train=Train(system={"save": str(tmp_path)}))
-    assert dict(places.written(plan, state_of(plan)))["checkpoint"] == newest.parent
+    plan = make_plan(exp_dir=tmp_path, train=train_arguments(system={"save": str(tmp_path)}))
+    assert dict(places.find_output_paths(plan, make_state(plan)))["checkpoint"] == newest.parent

@@ -1,4 +1,4 @@
-"""A plan as people read it: hosts alike once, and nothing that differs hidden."""
+"""Tests of the plan's text: identical hosts are grouped, and every difference is shown."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.arguments import arguments_of
 
-from flagscale.config.schema import Environments, Notify, Runner, Specific
+from flagscale.config.schema import Environments, HostOverride, Notify, Runner
 from flagscale.hosts.hostfile import Host
 from flagscale.launcher.layout import host_label
 from flagscale.launcher.planning.model import LaunchPlan, Machine
 from flagscale.launcher.planning.script import render
-from flagscale.launcher.show.plan import plan_text
+from flagscale.launcher.show.plan import format_plan
 
 MakePlan = Callable[..., LaunchPlan]
 UNPROBED = Machine("/opt/python", Path("/opt/fs"), Path("/work"), cpus=None, devices=None)
@@ -38,25 +39,25 @@ NOTIFY = Runner(nproc_per_node=8, notify=Notify("mail", "https://chat/s3cr3t"))
 
 @pytest.mark.parametrize("runner", [Runner(nproc_per_node=8), NOTIFY], ids=["plain", "notify"])
 @pytest.mark.parametrize("machine", [UNPROBED, PROBED])
-def test_thousands_of_hosts_alike_fit_where_one_does(
+def test_thousands_of_identical_hosts_take_the_space_of_one(
     make_plan: MakePlan, machine: Machine, runner: Runner
 ) -> None:
-    one = plan_text(make_plan(hosts=hosts(1), machine=machine, runner=runner))
-    made = make_plan(hosts=hosts(4096), machine=machine, runner=runner)
-    text = plan_text(made)
+    plan = format_plan(make_plan(hosts=hosts(1), machine=machine, runner=runner))
+    launch_plan = make_plan(hosts=hosts(4096), machine=machine, runner=runner)
+    text = format_plan(launch_plan)
     assert headings(text) == ["# 4096 hosts node[0001-4096]: 8 rank(s) each, one script but for"]
     assert scripts(text) == 1
-    assert render(made, made.hosts[0]) in text
-    assert len(text.splitlines()) < len(one.splitlines()) + 60
+    assert render(launch_plan, launch_plan.hosts[0]) in text
+    assert len(text.splitlines()) < len(plan.splitlines()) + 60
     assert max(map(len, text.splitlines())) < 200
 
 
-def test_what_varies_is_shown_and_how(make_plan: MakePlan) -> None:
+def test_differences_between_hosts_are_shown(make_plan: MakePlan) -> None:
     named = tuple(replace(h, addr=f"10.0.0.{n}") for n, h in enumerate(hosts(6), start=1))
-    lines = plan_text(make_plan(hosts=named, runner=NOTIFY)).splitlines()
-    shown = [line for line in lines if re.match(r"#   \w+(\.\w+)? {2,}", line)]
+    lines = format_plan(make_plan(hosts=named, runner=NOTIFY)).splitlines()
+    rows = [line for line in lines if re.match(r"#   \w+(\.\w+)? {2,}", line)]
     run = "20250102-030405-abcdef"
-    assert [re.sub(" {2,}", " ", line[4:]) for line in shown[:9]] == [
+    assert [re.sub(" {2,}", " ", line[4:]) for line in rows[:9]] == [
         "name node[0001-0006]",
         "node_rank 0, 1 ... 5",
         "ranks 0-7, 8-15 ... 40-47",
@@ -69,29 +70,29 @@ def test_what_varies_is_shown_and_how(make_plan: MakePlan) -> None:
     ]
 
 
-# What hosts of one plan may differ in beside their names.
+# Attributes in which hosts of one plan may differ, in addition to their names.
 PLACE = re.compile(
     r"host \d+ of|node_rank|first_rank|hosts|master_name|node\[0001-0004\]|^ *\]$|liveness_port"
 )
 
 
 def test_hosts_shown_as_one_have_the_same_script(make_plan: MakePlan) -> None:
-    made = make_plan(hosts=hosts(4), runner=Runner(nproc_per_node=8), machine=UNPROBED)
-    assert scripts(plan_text(made)) == 1
-    first, *others = (
+    plan = make_plan(hosts=hosts(4), runner=Runner(nproc_per_node=8), machine=UNPROBED)
+    assert scripts(format_plan(plan)) == 1
+    first, *remaining = (
         set(
-            render(made, host)
+            render(plan, host)
             .replace(host_label(host.node_rank, host.name), "LABEL")
             .replace(f"on {host.name}", "on NAME")
             .replace(f"{host.name}:$", "NAME:$")
             .replace(f'"name": "{host.name}"', "NAME")
             .splitlines()
         )
-        for host in made.hosts
+        for host in plan.hosts
     )
-    for other in others:
-        assert first ^ other
-        assert all(PLACE.search(line) for line in first ^ other)
+    for script in remaining:
+        assert first ^ script
+        assert all(PLACE.search(line) for line in first ^ script)
 
 
 @pytest.mark.parametrize(
@@ -107,26 +108,34 @@ def test_hosts_shown_as_one_have_the_same_script(make_plan: MakePlan) -> None:
             3,
             id="names-of-their-own",
         ),
-        pytest.param({"by_host": {"node0002": Specific(before_start="true")}}, 2, id="commands"),
-        pytest.param({"by_host": {"node0002": Specific(arguments={"a": 1})}}, 2, id="arguments"),
-        pytest.param({"by_host": {"node0002": Specific(python="/p/python")}}, 2, id="python"),
-        pytest.param({"by_host": {"node0002": Specific(build_dir=Path("/b"))}}, 2, id="directory"),
+        pytest.param(
+            {"by_host": {"node0002": HostOverride(before_start="true")}}, 2, id="commands"
+        ),
+        pytest.param(
+            {"by_host": {"node0002": HostOverride(arguments=arguments_of({"a": 1}))}},
+            2,
+            id="arguments",
+        ),
+        pytest.param({"by_host": {"node0002": HostOverride(python="/p/python")}}, 2, id="python"),
+        pytest.param(
+            {"by_host": {"node0002": HostOverride(build_dir=Path("/b"))}}, 2, id="directory"
+        ),
     ],
 )
-def test_a_host_with_something_of_its_own_is_shown(
+def test_host_with_its_own_settings_is_shown(
     make_plan: MakePlan, changes: dict[str, object], expected: int
 ) -> None:
-    made = make_plan(hosts=hosts(3), runner=Runner(nproc_per_node=8), **changes)
-    text = plan_text(made)
-    assert render(made, made.hosts[1]) in text
+    plan = make_plan(hosts=hosts(3), runner=Runner(nproc_per_node=8), **changes)
+    text = format_plan(plan)
+    assert render(plan, plan.hosts[1]) in text
     assert scripts(text) == len(headings(text)) == expected
     assert any(line.startswith("# host 1 node0002: ranks 8-15") for line in headings(text))
 
 
 def test_types_and_sizes_are_apart(make_plan: MakePlan) -> None:
     mixed = (Host("a1", 2, "A"), Host("a2", 2, "A"), Host("b1", 2, "B"), Host("b2", 1, "B"))
-    made = make_plan(hosts=mixed, runner=Runner())
-    assert headings(plan_text(made)) == [
+    plan = make_plan(hosts=mixed, runner=Runner())
+    assert headings(format_plan(plan)) == [
         "# 2 hosts a[1-2] (A): 2 rank(s) each, one script but for",
         "# host 2 b1 (B): ranks 4-5",
         "# host 3 b2 (B): ranks 6-6",
@@ -134,15 +143,15 @@ def test_types_and_sizes_are_apart(make_plan: MakePlan) -> None:
 
 
 def test_one_host_is_shown_by_itself(make_plan: MakePlan) -> None:
-    made = make_plan(hosts=hosts(100), runner=Runner(nproc_per_node=8))
-    text = plan_text(made, [made.hosts[41]])
+    plan = make_plan(hosts=hosts(100), runner=Runner(nproc_per_node=8))
+    text = format_plan(plan, [plan.hosts[41]])
     assert headings(text) == ["# host 41 node0042: ranks 328-335"]
-    assert render(made, made.hosts[41]) in text
+    assert render(plan, plan.hosts[41]) in text
 
 
 def test_names_without_an_order_stay_short(make_plan: MakePlan) -> None:
     named = tuple(Host(f"n{n * n}-{n % 7}x", 8) for n in range(1000))
-    text = plan_text(make_plan(hosts=named, runner=Runner(nproc_per_node=8)))
+    text = format_plan(make_plan(hosts=named, runner=Runner(nproc_per_node=8)))
     heading = text.partition("# --- ")[0]
     assert max(map(len, heading.splitlines())) < 300
     assert "n0-0x, n1-1x ... n998001-5x" in heading

@@ -1,4 +1,4 @@
-"""How a run looks in a terminal that is too narrow for all there is to tell."""
+"""Tests of a run's display in a narrow terminal."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LOG = Path("/scratch/a user/outputs of a long name") / ("x" * 120) / "stderr.log
 
 def _snapshot(*hosts: str) -> Snapshot:
     rows = tuple(HostRow(host, Phase.RUNNING, 8, 8) for host in hosts)
-    made = Snapshot("20260101-000000-abcdef", "llama", Phase.RUNNING, time.time(), 8, 8)
-    made = replace(made, hosts=rows, step=12345, train_steps=100000, eta_seconds=3661.0)
-    return replace(made, loss=2.5, tokens_per_second=1234567.0)
+    snapshot = Snapshot("20260101-000000-abcdef", "llama", Phase.RUNNING, time.time(), 8, 8)
+    snapshot = replace(snapshot, hosts=rows, step=12345, train_steps=100000, eta_seconds=3661.0)
+    return replace(snapshot, loss=2.5, tokens_per_second=1234567.0)
 
 
 def _shown(snapshot: Snapshot, capsys: pytest.CaptureFixture[str]) -> str:
-    view.show(snapshot)
+    view.print_run(snapshot)
     return capsys.readouterr().out
 
 
@@ -44,7 +44,7 @@ def test_all_figures_fit_in_eighty_columns(
         assert figure in text
 
 
-def test_a_column_without_news_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_column_is_omitted(capsys: pytest.CaptureFixture[str]) -> None:
     assert "memory" not in _shown(_snapshot("h"), capsys)
     assert "memory" in _shown(replace(_snapshot("h"), memory_gib=3.0), capsys)
 

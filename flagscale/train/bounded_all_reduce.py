@@ -1,0 +1,115 @@
+"""Bounded all_reduce of gradients (``comm: {tail: bounded}``).
+
+fsccl can bound the time of an all_reduce by excluding data that arrives late. This module selects
+the groups, reports how much was excluded or lost, and decides whether to skip a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from flagscale.accelerators.device import current_device
+
+GRADIENT_GROUPS = "*DATA_PARALLEL_GROUP*"
+"""Pattern for megatron.core's descriptions of the groups that reduce gradients."""
+
+
+def bound_gradient_groups_only() -> None:
+    """Bound the all_reduce in gradient groups only, for groups created from now on.
+
+    Groups that the user has set in ``FSCCL_TAIL_GROUPS`` stay.
+    """
+    os.environ.setdefault("FSCCL_TAIL_GROUPS", GRADIENT_GROUPS)
+
+
+def explain_no_effect(args: argparse.Namespace) -> str | None:
+    """Return a warning if a requested bounded all_reduce has no effect, or None.
+
+    This is the case if gradients are reduced by reduce_scatter. The launcher rejects the
+    combination in a YAML file. An environment variable set in a shell is visible to ranks only.
+    """
+    requested = os.environ.get("FSCCL_TAIL") == "bounded" and "fsccl" in args.distributed_backend
+    if not requested or not args.use_distributed_optimizer:
+        return None
+    return (
+        "FSCCL_TAIL=bounded has no effect: gradients are summed exactly, by reduce_scatter, as "
+        "use_distributed_optimizer does"
+    )
+
+
+class BoundedReduceStatistics:
+    """Statistics of bounded all_reduce over the gradient groups, between two calls of
+    :meth:`pop_statistics`.
+
+    Backends other than fsccl have none.
+    """
+
+    def __init__(self) -> None:
+        self._backends = _tail_backends()
+        self._previous: Counter[str] = Counter()
+
+    def pop_statistics(self) -> dict[str, float | int]:
+        """Return the statistics since the last call, which differ between ranks.
+
+        ``tail_excluded`` and ``tail_lost`` are the fractions (0 to 1) of excluded pieces and of
+        lost packets, ``tail_seconds`` the total duration, and ``tail_mib`` the MiB sent by this
+        rank including retransmissions. ``tail_repeated`` counts operations repeated exactly, and
+        ``tail_skipped`` those skipped together with their step. Empty if no operation was bounded.
+        """
+        totals: Counter[str] = Counter()
+        for backend in self._backends:
+            totals.update(backend.tail_statistics())
+        previous, self._previous = self._previous, totals
+        delta = {name: count - previous[name] for name, count in totals.items()}
+        if not delta.get("operations"):
+            return {}
+        return {
+            "tail_excluded": delta["excluded"] / max(delta["pieces"], 1),
+            "tail_lost": delta["lost"] / max(delta["packets"], 1),
+            "tail_seconds": delta["seconds"],
+            "tail_mib": delta["sent_bytes"] / 2**20,
+            "tail_repeated": int(delta["repeated"]),
+            "tail_skipped": int(delta["skipped"]),
+        }
+
+
+class SkippedReduceDetector:
+    """Detects steps whose gradients must be discarded.
+
+    With ``tail_above: skip``, an all_reduce that lost too much is skipped. The whole step is then
+    skipped on all ranks.
+    """
+
+    def __init__(self) -> None:
+        bounded = os.environ.get("FSCCL_TAIL") == "bounded"
+        self._enabled = bounded and os.environ.get("FSCCL_TAIL_ABOVE") == "skip"
+        self._backends = _tail_backends() if self._enabled else []
+        self._previous_skipped = 0.0
+
+    def pop_skipped(self) -> bool:
+        """Return whether any rank skipped an all_reduce since the last call. All ranks call it."""
+        if not self._enabled:
+            return False
+        skipped = sum(backend.tail_statistics().get("skipped", 0.0) for backend in self._backends)
+        newly_skipped, self._previous_skipped = skipped - self._previous_skipped, skipped
+        max_skipped = torch.tensor(newly_skipped, device=current_device().torch_device)
+        dist.all_reduce(max_skipped, dist.ReduceOp.MAX)
+        return bool(max_skipped > 0)
+
+
+def _tail_backends() -> list[Any]:
+    backends = [group._get_backend(current_device().torch_device) for group in _gradient_groups()]
+    return [backend for backend in backends if hasattr(backend, "tail_statistics")]
+
+
+def _gradient_groups() -> list[Any]:
+    dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    experts = parallel_state.get_expert_data_parallel_group(check_initialized=False)
+    return [dense] if experts in (None, dense) else [dense, experts]

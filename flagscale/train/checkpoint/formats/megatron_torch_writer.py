@@ -1,0 +1,260 @@
+"""Streaming writer of Megatron-LM's ``torch`` format.
+
+A rank's file is written by ``torch.save`` from its arguments and fake tensors without data. The
+tensors' bytes are then written in place, so that memory holds only a chunk of one tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import get_crc32_options, set_crc32_options, skip_data
+
+from flagscale.checkpoints import TRACKER
+from flagscale.errors import CheckpointError
+from flagscale.train.checkpoint.formats.base import ByteProgress, StoredModel
+from flagscale.train.checkpoint.formats.lazy_tensors import (
+    LazyTensor,
+    TensorItem,
+    count_bytes,
+    write_bytes,
+)
+from flagscale.train.checkpoint.formats.megatron_layout import (
+    EMBEDDING,
+    FILE,
+    HEAD,
+    RELEASE,
+    MegatronLayout,
+    PaddedTensor,
+    build_megatron_arguments,
+    build_precision_arguments,
+    shard_tensor,
+    spell_expert,
+    spell_for_layer,
+)
+from flagscale.train.checkpoint.formats.resumable_directory import ResumableDirectory
+from flagscale.train.checkpoint.formats.span_checksums import FileSpan
+
+_LOCAL_HEADER = 30
+_VERSION = 3.0
+
+
+def write_ranks(
+    model: StoredModel, layout: MegatronLayout, output: ResumableDirectory, report: ByteProgress
+) -> None:
+    """Write the files of all ranks of a layout, and the tracker file.
+
+    Args:
+        output: the directory being written.
+        report: called with the number of bytes after each chunk.
+
+    Raises:
+        CheckpointError: the model cannot be sharded in this layout.
+    """
+    plan = _RankAssignment(model, layout)
+    arguments = argparse.Namespace(
+        **build_megatron_arguments(model.values, layout), **build_precision_arguments(model.dtype)
+    )
+    for place in plan.iter_ranks():
+        name = f"{RELEASE}/{layout.directory(place)}/{FILE}"
+        stored, counted = plan.assign_tensors(place), plan.count_new_bytes(place)
+        if output.reuse_file(name):
+            report(sum(counted.values()))
+            continue
+        (output.directory / name).parent.mkdir(parents=True, exist_ok=True)
+        spans = _write_rank_file(output.directory / name, arguments, stored, counted, report)
+        output.record_file(name, spans=spans)
+    (output.directory / TRACKER).write_text(f"{RELEASE}\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _RankAssignment:
+    """Assignment of a model's tensors and their shards to ranks."""
+
+    model: StoredModel
+    layout: MegatronLayout
+
+    def __post_init__(self) -> None:
+        values, layout = self.model.values, self.layout
+        experts = values["num_moe_experts"]
+        if layout.grouped_gemm and not layout.transformer_engine:
+            raise CheckpointError(
+                "moe_grouped_gemm is written for Transformer Engine's layers alone",
+                hint="leave out --transformer-impl local, or --moe-grouped-gemm",
+            )
+        if layout.pipeline == 1 and layout.chunks > 1:
+            raise CheckpointError("several chunks a stage take several stages")
+        for key, count, ranks in (
+            ("num_query_groups", values["num_query_groups"], layout.tensor),
+            ("num_moe_experts", experts or 0, layout.expert),
+        ):
+            if count % ranks:
+                raise CheckpointError(f"{key}: {count} cannot be shared out over {ranks} ranks")
+        if layout.expert > 1 and not experts:
+            raise CheckpointError(f"a model without experts is not cut for {layout.expert} ranks")
+
+    def iter_ranks(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the ranks as (tensor, pipeline, expert) parallel rank."""
+        layout = self.layout
+        for tensor in range(layout.tensor):
+            for stage in range(layout.pipeline):
+                for expert in range(layout.expert):
+                    yield tensor, stage, expert
+
+    def assign_tensors(self, rank: tuple[int, int, int]) -> dict[str, dict[str, LazyTensor]]:
+        """Return a rank's tensors, by model chunk."""
+        layout = self.layout
+        layers = layout.split_layers(self.model.values["num_layers"])
+        tensors = {}
+        for number in range(layout.chunks):
+            index = number * layout.pipeline + rank[1]
+            key = f"model{number}" if layout.chunks > 1 else "model"
+            ends = (index == 0, index == len(layers) - 1)
+            tensors[key] = dict(self._iter_chunk(rank, layers[index], ends))
+        return tensors
+
+    def _iter_chunk(
+        self, rank: tuple[int, int, int], layers: list[int], ends: tuple[bool, bool]
+    ) -> Iterator[tuple[str, LazyTensor]]:
+        """Yield the tensors of a chunk.
+
+        Args:
+            rank: the rank.
+            layers: layers of the chunk.
+            ends: whether the chunk is the model's first and whether it is its last.
+        """
+        local_numbers = {layer: number for number, layer in enumerate(layers)}
+        for name, tensor in self.model.tensors.items():
+            words = name.split(".")
+            if words[:2] == ["decoder", "layers"]:
+                layer = int(words[2])
+                if layer in local_numbers:
+                    local = ".".join([*words[:2], str(local_numbers[layer]), *words[3:]])
+                    yield from self._iter_layer_tensor(name, local, layer, tensor, rank)
+            elif ends[0] if words[0] == "embedding" else ends[1]:
+                yield name, self._shard_end(name, tensor, rank[0])
+        if ends == (False, True) and HEAD not in self.model.tensors:
+            # In a model with tied embeddings, the last stage holds a copy of the embedding.
+            yield HEAD, self._shard_end(HEAD, self.model.tensors[EMBEDDING], rank[0])
+
+    def _iter_layer_tensor(
+        self, name: str, local: str, layer: int, tensor: LazyTensor, rank: tuple[int, int, int]
+    ) -> Iterator[tuple[str, LazyTensor]]:
+        layout = self.layout
+        if spell_expert(name, 0) is None:
+            spelling = spell_for_layer(
+                local, self.model.values, layer, transformer_engine=layout.transformer_engine
+            )
+            yield spelling, self._shard(name, tensor, rank[0])
+            return
+        count = tensor.shape[0] // layout.expert
+        for expert in range(count):
+            names = spell_expert(local, expert)
+            assert names is not None
+            whole = TensorItem(tensor, rank[2] * count + expert)
+            yield names[layout.grouped_gemm], self._shard(name, whole, rank[0])
+
+    def _shard(self, name: str, tensor: LazyTensor, rank: int) -> LazyTensor:
+        gated = bool(self.model.values["gated_linear_unit"])
+        layout = self.layout
+        return shard_tensor(
+            name,
+            tensor,
+            rank,
+            layout.tensor,
+            gated=gated,
+            transformer_engine=layout.transformer_engine,
+        )
+
+    def _shard_end(self, name: str, tensor: LazyTensor, rank: int) -> LazyTensor:
+        """Shard a tensor outside the layers; pad it if it has a row per token."""
+        if name in (EMBEDDING, HEAD):
+            tensor = PaddedTensor(tensor, self.layout.pad_vocabulary(tensor.shape[0]))
+        return self._shard(name, tensor, rank)
+
+    def count_new_bytes(self, rank: tuple[int, int, int]) -> dict[str, int]:
+        """Return the size of each of a rank's tensors; 0 for replicas that another rank counts."""
+        sizes = {}
+        for chunk, tensors in self.assign_tensors(rank).items():
+            for name, tensor in tensors.items():
+                is_replica = rank[2] > 0 and ".experts." not in name
+                sizes[f"{chunk}.{name}"] = 0 if is_replica else count_bytes(tensor)
+        return sizes
+
+
+def _write_rank_file(
+    path: Path,
+    arguments: argparse.Namespace,
+    chunks: Mapping[str, Mapping[str, LazyTensor]],
+    counted: Mapping[str, int],
+    report: ByteProgress,
+) -> list[FileSpan]:
+    """Write a rank's file and return the spans of its tensors."""
+    stored: list[tuple[str, LazyTensor]] = []
+    state: dict[str, Any] = {
+        "args": arguments,
+        "checkpoint_version": _VERSION,
+        "iteration": 0,
+    }
+    with FakeTensorMode():
+        for chunk, tensors in chunks.items():
+            fake_tensors: dict[str, Any] = {}
+            for name, tensor in tensors.items():
+                fake_tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                stored.append((f"{chunk}.{name}", tensor))
+                if state_name := _name_extra_state(name):
+                    fake_tensors[state_name] = None
+            state[chunk] = fake_tensors
+    _save_without_data(path, state)
+    with path.open("r+b") as file:
+        offsets = _find_data_offsets(file)
+        spans = []
+        for number, (name, tensor) in enumerate(stored):
+            file.seek(offsets[number])
+            spans.append(write_bytes(file, tensor, report if counted[name] else lambda _size: None))
+    return spans
+
+
+def _name_extra_state(name: str) -> str | None:
+    """Return the name of the empty ``_extra_state`` that a linear layer expects, or None."""
+    module, _, parameter = name.rpartition(".")
+    linear = ".linear_" in module or module == "output_layer"
+    return f"{module}._extra_state" if parameter == "weight" and linear else None
+
+
+def _save_without_data(path: Path, state: Mapping[str, Any]) -> None:
+    before = get_crc32_options()
+    set_crc32_options(False)  # the output is compared with the input instead
+    try:
+        with skip_data(materialize_fake_tensors=True):
+            torch.save(state, path)
+    except RuntimeError as error:
+        # torch's writer replaces the OSError of a failed write by an error of its own.
+        cause = error.__cause__ or error.__context__
+        raise cause if isinstance(cause, OSError) else error from None
+    finally:
+        set_crc32_options(before)
+
+
+def _find_data_offsets(file: BinaryIO) -> dict[int, int]:
+    """Return the offset of each tensor's bytes, by its number in the order of saving."""
+    offsets = {}
+    with zipfile.ZipFile(file) as archive:
+        records = archive.infolist()
+    for record in records:
+        _, _, number = record.filename.rpartition("/data/")
+        if number.isdecimal():
+            file.seek(record.header_offset)
+            header = file.read(_LOCAL_HEADER)
+            variable_size = int.from_bytes(header[26:28], "little") + int.from_bytes(
+                header[28:30], "little"
+            )
+            offsets[int(number)] = record.header_offset + _LOCAL_HEADER + variable_size
+    return offsets

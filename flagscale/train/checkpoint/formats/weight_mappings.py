@@ -1,0 +1,447 @@
+"""Mappings from Hugging Face's tensors to megatron.core's, one table per model family.
+
+megatron.core's names are those of its distributed checkpoints: layers are numbered over the whole
+model, and all experts of a layer are stacked in one tensor ``[expert, out, in]``. Shapes are
+written in letters:
+
+==  ==============================================================
+V   vocabulary size
+P   number of positions
+H   hidden size
+A   query heads x head dimension
+G   key (or value) heads x head dimension
+D   head dimension
+F   FFN hidden size
+E   FFN hidden size of an expert
+N   number of experts
+S   FFN hidden size of the shared experts
+Q   rank of the compressed queries (q_lora_rank)
+L   rank of the compressed keys and values (kv_lora_rank)
+M   L plus the rotary dimension of keys
+T   queries of all heads, with multi-latent attention
+U   non-rotary keys and values of all heads
+W   values of all heads
+==  ==============================================================
+
+A digit before a letter multiplies it. A row with ``when`` applies only if that argument is true,
+one with ``unless`` only if it is false.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from flagscale.train.checkpoint.formats.lazy_tensors import MetaTensor, Shape
+from flagscale.train.checkpoint.formats.weight_transforms import (
+    CONV1D_QKV,
+    GATE_AND_UP,
+    GROUPED_QKV,
+    IDENTITY,
+    TRANSPOSE,
+    TRIM_VOCABULARY,
+    ModelSizes,
+    MtpRepeated,
+    WeightTransform,
+    apply_per_expert,
+)
+
+Values = Mapping[str, Any]
+
+
+class HuggingFaceTensor(NamedTuple):
+    """A Hugging Face tensor: its name, and its shape in letters."""
+
+    name: str
+    shape: str
+
+
+class TensorMapping(NamedTuple):
+    """A megatron.core tensor and the transform that makes it from Hugging Face tensors."""
+
+    megatron_name: str
+    sources: tuple[HuggingFaceTensor, ...]
+    transform: WeightTransform = IDENTITY
+    when: str = ""
+    unless: str = ""
+
+
+def _map(
+    megatron_name: str,
+    *sources: str,
+    transform: WeightTransform = IDENTITY,
+    when: str = "",
+    unless: str = "",
+) -> TensorMapping:
+    """Build a :class:`TensorMapping`.
+
+    Args:
+        megatron_name: name in megatron.core, without the prefix of the layer.
+        sources: name and shape of each Hugging Face tensor, such as ``lm_head.weight V,H``.
+        transform: how the Hugging Face tensors make megatron.core's.
+        when: argument that must be true for the row to apply.
+        unless: argument that must be false for the row to apply.
+    """
+    tensors = (text.split() for text in sources)
+    return TensorMapping(
+        megatron_name,
+        tuple(HuggingFaceTensor(name, shape) for name, shape in tensors),
+        transform,
+        when,
+        unless,
+    )
+
+
+_QKV = "self_attention.linear_qkv"
+_FC1 = "mlp.linear_fc1"
+_EXPERTS = "mlp.experts.experts"
+_UNTIED = "untie_embeddings_and_output_weights"
+_BIASES = "add_bias_linear"
+_QKV_BIASES = "add_qkv_bias"
+_Q = "self_attn.q_proj"
+_K = "self_attn.k_proj"
+_V = "self_attn.v_proj"
+
+
+@dataclass(frozen=True)
+class FamilyMapping:
+    """Tensors of a model family.
+
+    Attributes:
+        ends: embeddings, final norm and output layer; the embedding first.
+        layer: tensors of every layer.
+        dense: MLP of a dense layer.
+        sparse: router and experts of a mixture-of-experts layer.
+        layer_prefix: prefix of a layer's name in Hugging Face.
+        prefix: prefix of all names that published files may omit.
+        ignored: regular expression for tensors in files that are not weights.
+        mtp: tensors of a multi-token prediction layer in addition to those of a normal layer.
+        mtp_copies: tensors of the model that each multi-token prediction layer repeats.
+        mtp_count_keys: keys of ``config.json`` for the number of multi-token prediction layers.
+    """
+
+    ends: tuple[TensorMapping, ...]
+    layer: tuple[TensorMapping, ...]
+    dense: tuple[TensorMapping, ...]
+    sparse: tuple[TensorMapping, ...] = ()
+    layer_prefix: str = "model.layers."
+    prefix: str = ""
+    ignored: str = r".*\.rotary_emb\.inv_freq"
+    mtp: tuple[TensorMapping, ...] = ()
+    mtp_copies: tuple[TensorMapping, ...] = ()
+    mtp_count_keys: tuple[str, ...] = ()
+
+
+_LLAMA = FamilyMapping(
+    ends=(
+        _map(
+            "embedding.word_embeddings.weight",
+            "model.embed_tokens.weight V,H",
+            transform=TRIM_VOCABULARY,
+        ),
+        _map("decoder.final_layernorm.weight", "model.norm.weight H"),
+        _map("output_layer.weight", "lm_head.weight V,H", transform=TRIM_VOCABULARY, when=_UNTIED),
+    ),
+    layer=(
+        _map(f"{_QKV}.layer_norm_weight", "input_layernorm.weight H"),
+        _map(
+            f"{_QKV}.weight",
+            f"{_Q}.weight A,H",
+            f"{_K}.weight G,H",
+            f"{_V}.weight G,H",
+            transform=GROUPED_QKV,
+        ),
+        _map(
+            f"{_QKV}.bias",
+            f"{_Q}.bias A",
+            f"{_K}.bias G",
+            f"{_V}.bias G",
+            transform=GROUPED_QKV,
+            when=_BIASES,
+        ),
+        _map(
+            f"{_QKV}.bias",
+            f"{_Q}.bias A",
+            f"{_K}.bias G",
+            f"{_V}.bias G",
+            transform=GROUPED_QKV,
+            when=_QKV_BIASES,
+        ),
+        _map("self_attention.q_layernorm.weight", "self_attn.q_norm.weight D", when="qk_layernorm"),
+        _map("self_attention.k_layernorm.weight", "self_attn.k_norm.weight D", when="qk_layernorm"),
+        _map("self_attention.linear_proj.weight", "self_attn.o_proj.weight H,A"),
+        _map("self_attention.linear_proj.bias", "self_attn.o_proj.bias H", when=_BIASES),
+        _map(f"{_FC1}.layer_norm_weight", "post_attention_layernorm.weight H"),
+    ),
+    dense=(
+        _map(
+            f"{_FC1}.weight",
+            "mlp.gate_proj.weight F,H",
+            "mlp.up_proj.weight F,H",
+            transform=GATE_AND_UP,
+        ),
+        _map(
+            f"{_FC1}.bias",
+            "mlp.gate_proj.bias F",
+            "mlp.up_proj.bias F",
+            transform=GATE_AND_UP,
+            when=_BIASES,
+        ),
+        _map("mlp.linear_fc2.weight", "mlp.down_proj.weight H,F"),
+        _map("mlp.linear_fc2.bias", "mlp.down_proj.bias H", when=_BIASES),
+    ),
+)
+
+
+def _map_experts(block: str, gate: str, up: str, down: str) -> tuple[TensorMapping, ...]:
+    """Map a layer's router and experts.
+
+    Args:
+        block: name of the module that contains both.
+        gate: name of an expert's gate projection.
+        up: name of an expert's up projection.
+        down: name of an expert's down projection.
+    """
+    expert = f"{block}.experts.{{expert}}"
+    return (
+        _map("mlp.router.weight", f"{block}.gate.weight N,H"),
+        _map(
+            f"{_EXPERTS}.linear_fc1.weight",
+            f"{expert}.{gate}.weight E,H",
+            f"{expert}.{up}.weight E,H",
+            transform=apply_per_expert(GATE_AND_UP),
+        ),
+        _map(
+            f"{_EXPERTS}.linear_fc2.weight",
+            f"{expert}.{down}.weight H,E",
+            transform=apply_per_expert(IDENTITY),
+        ),
+    )
+
+
+_GEMMA2 = FamilyMapping(
+    ends=_LLAMA.ends,
+    layer=(
+        *(row for row in _LLAMA.layer if row.megatron_name != f"{_FC1}.layer_norm_weight"),
+        _map("post_self_attn_layernorm.weight", "post_attention_layernorm.weight H"),
+        _map(f"{_FC1}.layer_norm_weight", "pre_feedforward_layernorm.weight H"),
+        _map("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight H"),
+    ),
+    dense=_LLAMA.dense,
+)
+
+_GPT2 = FamilyMapping(
+    ends=(
+        _map(
+            "embedding.word_embeddings.weight",
+            "transformer.wte.weight V,H",
+            transform=TRIM_VOCABULARY,
+        ),
+        _map("embedding.position_embeddings.weight", "transformer.wpe.weight P,H"),
+        _map("decoder.final_layernorm.weight", "transformer.ln_f.weight H"),
+        _map("decoder.final_layernorm.bias", "transformer.ln_f.bias H"),
+        _map("output_layer.weight", "lm_head.weight V,H", transform=TRIM_VOCABULARY, when=_UNTIED),
+    ),
+    layer=(
+        _map(f"{_QKV}.layer_norm_weight", "ln_1.weight H"),
+        _map(f"{_QKV}.layer_norm_bias", "ln_1.bias H"),
+        _map(f"{_QKV}.weight", "attn.c_attn.weight H,3A", transform=CONV1D_QKV),
+        _map(f"{_QKV}.bias", "attn.c_attn.bias 3A", transform=CONV1D_QKV),
+        _map("self_attention.linear_proj.weight", "attn.c_proj.weight A,H", transform=TRANSPOSE),
+        _map("self_attention.linear_proj.bias", "attn.c_proj.bias H"),
+        _map(f"{_FC1}.layer_norm_weight", "ln_2.weight H"),
+        _map(f"{_FC1}.layer_norm_bias", "ln_2.bias H"),
+    ),
+    dense=(
+        _map(f"{_FC1}.weight", "mlp.c_fc.weight H,F", transform=TRANSPOSE),
+        _map(f"{_FC1}.bias", "mlp.c_fc.bias F"),
+        _map("mlp.linear_fc2.weight", "mlp.c_proj.weight F,H", transform=TRANSPOSE),
+        _map("mlp.linear_fc2.bias", "mlp.c_proj.bias H"),
+    ),
+    layer_prefix="transformer.h.",
+    prefix="transformer.",
+    ignored=r".*\.attn\.(bias|masked_bias)",
+)
+
+_MLA = "self_attention"
+_QUERIES = "q_lora_rank"
+_SHARED = "mlp.shared_experts"
+
+
+def _build_deepseek(*routing: TensorMapping, **mtp_fields: Any) -> FamilyMapping:
+    """Build the mapping of a DeepSeek family.
+
+    Args:
+        routing: tensors of the router in addition to its matrix.
+        mtp_fields: fields of :class:`FamilyMapping` for multi-token prediction.
+    """
+    return FamilyMapping(
+        ends=_LLAMA.ends,
+        layer=(
+            _map("input_layernorm.weight", "input_layernorm.weight H"),
+            _map(f"{_MLA}.linear_q_proj.weight", f"{_Q}.weight T,H", unless=_QUERIES),
+            _map(
+                f"{_MLA}.linear_q_down_proj.weight", "self_attn.q_a_proj.weight Q,H", when=_QUERIES
+            ),
+            _map(f"{_MLA}.q_layernorm.weight", "self_attn.q_a_layernorm.weight Q", when=_QUERIES),
+            _map(f"{_MLA}.linear_q_up_proj.weight", "self_attn.q_b_proj.weight T,Q", when=_QUERIES),
+            _map(f"{_MLA}.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight M,H"),
+            _map(f"{_MLA}.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight L"),
+            _map(f"{_MLA}.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight U,L"),
+            _map(f"{_MLA}.linear_proj.weight", "self_attn.o_proj.weight H,W"),
+            _map("pre_mlp_layernorm.weight", "post_attention_layernorm.weight H"),
+        ),
+        dense=_LLAMA.dense,
+        sparse=(
+            *_map_experts("mlp", "gate_proj", "up_proj", "down_proj"),
+            *routing,
+            _map(
+                f"{_SHARED}.linear_fc1.weight",
+                f"{_SHARED}.gate_proj.weight S,H",
+                f"{_SHARED}.up_proj.weight S,H",
+                transform=GATE_AND_UP,
+            ),
+            _map(f"{_SHARED}.linear_fc2.weight", f"{_SHARED}.down_proj.weight H,S"),
+        ),
+        **mtp_fields,
+    )
+
+
+FAMILY_MAPPINGS: Mapping[str, FamilyMapping] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "mixtral": replace(_LLAMA, sparse=_map_experts("block_sparse_moe", "w1", "w3", "w2")),
+    "qwen3_moe": replace(_LLAMA, sparse=_map_experts("mlp", "gate_proj", "up_proj", "down_proj")),
+    "gpt2": _GPT2,
+    "gemma": _LLAMA,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA2,
+    "deepseek_v2": _build_deepseek(),
+    "deepseek_v3": _build_deepseek(
+        _map("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias N"),
+        mtp=(
+            _map("enorm.weight", "enorm.weight H"),
+            _map("hnorm.weight", "hnorm.weight H"),
+            _map("eh_proj.weight", "eh_proj.weight H,2H"),
+            _map("final_layernorm.weight", "shared_head.norm.weight H"),
+        ),
+        mtp_copies=(
+            _map("embedding.word_embeddings.weight", "embed_tokens.weight V,H"),
+            _map("output_layer.weight", "shared_head.head.weight V,H"),
+        ),
+        mtp_count_keys=("num_nextn_predict_layers", "num_mtp_layers"),
+    ),
+}
+"""By ``model_type``, as in ``flagscale.config.arguments.compat.huggingface.families``."""
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """A megatron.core tensor of a model, with its full name.
+
+    ``sources`` are the names and shapes of the Hugging Face tensors that make it.
+    """
+
+    name: str
+    sources: tuple[tuple[str, tuple[int, ...]], ...]
+    transform: WeightTransform
+    sizes: ModelSizes
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the megatron.core tensor."""
+        return self.transform.to_megatron(
+            [MetaTensor(shape) for _, shape in self.sources], self.sizes
+        ).shape
+
+
+def iter_weights(model_type: str, values: Values) -> Iterator[WeightSpec]:
+    """Yield every tensor of a model, layer by layer, then those of multi-token prediction layers.
+
+    Args:
+        model_type: the family.
+        values: fully resolved arguments of the model (``huggingface.models.effective``).
+    """
+    table, sizes = FAMILY_MAPPINGS[model_type], ModelSizes.from_arguments(values)
+    yield from _iter_ends(table.ends[:1], table, values, sizes)
+    for layer in range(values["num_layers"]):
+        yield from _iter_rows(
+            _select_layer_rows(table, values, layer),
+            f"decoder.layers.{layer}.",
+            f"{table.layer_prefix}{layer}.",
+            values,
+            sizes,
+        )
+    yield from _iter_ends(table.ends[1:], table, values, sizes)
+    for prefix, huggingface_prefix in _list_mtp_prefixes(table, values):
+        last = _select_layer_rows(table, values, values["num_layers"] - 1)
+        layer_prefix = f"{prefix}transformer_layer."
+        yield from _iter_rows(last, layer_prefix, huggingface_prefix, values, sizes)
+        yield from _iter_rows(table.mtp, prefix, huggingface_prefix, values, sizes)
+
+
+def _select_layer_rows(
+    table: FamilyMapping, values: Values, layer: int
+) -> tuple[TensorMapping, ...]:
+    experts = values["num_moe_experts"] and values["moe_layer_freq"][layer]
+    return (*table.layer, *(table.sparse if experts else table.dense))
+
+
+def _list_mtp_prefixes(table: FamilyMapping, values: Values) -> list[tuple[str, str]]:
+    """Return each multi-token prediction layer's prefix in megatron.core and in Hugging Face."""
+    layers = (values.get("mtp_num_layers") or 0) if table.mtp else 0
+    first = values["num_layers"]
+    return [(f"mtp.layers.{i}.", f"{table.layer_prefix}{first + i}.") for i in range(layers)]
+
+
+def _iter_ends(
+    rows: Iterable[TensorMapping], table: FamilyMapping, values: Values, sizes: ModelSizes
+) -> Iterator[WeightSpec]:
+    """Yield tensors outside the layers, with their copies in multi-token prediction layers."""
+    tied = not values[_UNTIED]
+    for entry in _iter_rows(rows, "", "", values, sizes):
+        names = [
+            (f"{prefix}{name}", sizes.shape(shape))
+            for _, prefix in _list_mtp_prefixes(table, values)
+            for row in table.mtp_copies
+            for name, shape in row.sources
+            if tied or row.megatron_name == entry.name
+        ]
+        is_shared = entry.name in {row.megatron_name for row in table.mtp_copies}
+        if names and is_shared:
+            transform = MtpRepeated(entry.transform, 1 + len(names))
+            yield WeightSpec(entry.name, (*entry.sources, *names), transform, sizes)
+        else:
+            yield entry
+
+
+def _iter_rows(
+    rows: Iterable[TensorMapping],
+    megatron_prefix: str,
+    huggingface_prefix: str,
+    values: Values,
+    sizes: ModelSizes,
+) -> Iterator[WeightSpec]:
+    for row in rows:
+        if (row.when and not values[row.when]) or (row.unless and values[row.unless]):
+            continue
+        parts = [
+            (huggingface_prefix + name, sizes.shape(shape))
+            for name, shape in _expand_experts(row.sources, sizes.experts)
+        ]
+        yield WeightSpec(megatron_prefix + row.megatron_name, tuple(parts), row.transform, sizes)
+
+
+def _expand_experts(
+    tensors: tuple[HuggingFaceTensor, ...], experts: int
+) -> Iterator[HuggingFaceTensor]:
+    """Expand ``{expert}`` in names: all tensors of the first expert, then of the second, …"""
+    if not any("{expert}" in tensor.name for tensor in tensors):
+        yield from tensors
+        return
+    for expert in range(experts):
+        for tensor in tensors:
+            yield HuggingFaceTensor(tensor.name.format(expert=expert), tensor.shape)

@@ -1,0 +1,186 @@
+"""Blockwise FP8 matrix products: operands have one scale per block of 128 numbers.
+
+Blocks of activations and gradients are 128 numbers of a row. Blocks of weights are squares of
+128 x 128 (DeepSeek-AI, "DeepSeek-V3", 2024). An outlier thus reduces the precision of its own block
+only. A weight gradient sums over tokens, so its operands have blocks of 128 tokens per feature. The
+scale of a square serves a weight and its transpose. Sizes that are not multiples of 128 are padded
+with zeros. Scales are fp32, in the memory order that cuBLAS expects.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from flagscale.accelerators.registry import list_accelerators
+from flagscale.train.layers.jit import compiled_if_faster
+
+BLOCK = 128
+MAX_WEIGHT_SHAPES = 64
+"""Limit of weight shapes per compiled function. MLA with shared experts has 11 of them."""
+_SCALE_ALIGNMENT = 4
+"""Alignment of the scales of a row of squares; the padding is never read."""
+_MIN_MAGNITUDE = 1e-30
+_LIBRARY: Any = torch.library.Library("flagscale", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "multiply_blocks(Tensor left, Tensor left_scale, Tensor right, Tensor right_scale, "
+    "bool squares, ScalarType dtype) -> Tensor",
+    # A compiler must not change the memory order of the scales.
+    tags=(torch.Tag.needs_exact_strides,),
+)
+
+
+def quantize_rows(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize ``tensor`` with one scale per 128 numbers of a row.
+
+    Args:
+        tensor: [rows, columns].
+        dtype: FP8 dtype of the values.
+
+    Returns:
+        Values [rows, columns], padded to whole blocks, and scales [rows, blocks] in column-major
+        order.
+    """
+    blocks = _pad_to_multiple(tensor, 0, BLOCK).reshape(len(tensor), -1, BLOCK)
+    values, scale = _quantize_blocks(blocks, dtype, 2)
+    return values.flatten(1), scale.squeeze(2).t().contiguous().t()
+
+
+def quantize_columns(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize the transpose of ``tensor`` with one scale per 128 numbers of a column.
+
+    Args:
+        tensor: [rows, columns].
+        dtype: FP8 dtype of the values.
+
+    Returns:
+        Values [columns, rows], padded to whole blocks, and scales [columns, blocks] in column-major
+        order.
+    """
+    blocks = _pad_to_multiple(tensor, BLOCK, 0).reshape(-1, BLOCK, tensor.shape[1])
+    values, scale = _quantize_blocks(blocks, dtype, 1)
+    return values.flatten(0, 1).t().contiguous(), scale.squeeze(1).t()
+
+
+@compiled_if_faster(max_shapes=MAX_WEIGHT_SHAPES)
+def quantize_weight(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Quantize ``weight`` [out, in] with one scale per square.
+
+    Returns:
+        Values [out, in], rows padded to whole blocks, and scales [squares down, squares across],
+        rows padded for cuBLAS; then values and scales of the transpose, which are the same numbers.
+    """
+    rows, columns = weight.shape
+    padded = _pad_to_multiple(weight, BLOCK, BLOCK)
+    across = padded.shape[1] // BLOCK
+    values, scale = _quantize_blocks(padded.reshape(-1, BLOCK, across, BLOCK), dtype, (1, 3))
+    padded, scale = values.flatten(2).flatten(0, 1), scale[:, 0, :, 0]
+    return (
+        padded[:rows].contiguous(),
+        _pad_to_multiple(scale, 0, _SCALE_ALIGNMENT).contiguous(),
+        padded.t()[:columns].contiguous(),
+        _pad_to_multiple(scale.t(), 0, _SCALE_ALIGNMENT).contiguous(),
+    )
+
+
+def _quantize_blocks(
+    blocks: torch.Tensor, dtype: torch.dtype, within: int | tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``blocks`` in FP8, and one fp32 scale for all numbers along dimensions ``within``."""
+    dtype_max = torch.finfo(dtype).max
+    block_max = blocks.abs().amax(within, keepdim=True).float()
+    factor = dtype_max / block_max.clamp(min=_MIN_MAGNITUDE)
+    values = (blocks.float() * factor).clamp(-dtype_max, dtype_max).to(dtype)
+    return values, factor.reciprocal()
+
+
+def _pad_to_multiple(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Pad ``tensor`` with zeros to multiples of ``rows`` and ``columns``; 0 means no padding."""
+    padding = [
+        -size % of if of else 0 for size, of in zip(tensor.shape, (rows, columns), strict=True)
+    ]
+    return functional.pad(tensor, (0, padding[1], 0, padding[0])) if any(padding) else tensor
+
+
+def multiply_blockwise(
+    left: torch.Tensor,
+    left_scale: torch.Tensor,
+    right: torch.Tensor,
+    right_scale: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    squares: bool,
+) -> torch.Tensor:
+    """Compute ``left [m, k] · right [n, k]^T`` with fp32 accumulation.
+
+    Args:
+        left: FP8 values of :func:`quantize_rows` or :func:`quantize_columns`.
+        left_scale: scales of ``left``.
+        right: as ``left``, or with ``squares`` a weight of :func:`quantize_weight`.
+        right_scale: scales of ``right``.
+        dtype: dtype of the result.
+        squares: whether the blocks of ``right`` are squares.
+    """
+    product: torch.Tensor = torch.ops.flagscale.multiply_blocks(
+        left, left_scale, right, right_scale, squares, dtype
+    )
+    return product
+
+
+def _multiply_cublas(
+    left: torch.Tensor,
+    left_scale: torch.Tensor,
+    right: torch.Tensor,
+    right_scale: torch.Tensor,
+    squares: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    rows, square = functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128
+    # torch._scaled_mm ignores the row padding of the squares' scales.
+    return functional.scaled_mm(
+        left,
+        right.t(),
+        left_scale,
+        rows,
+        right_scale.t() if squares else right_scale,
+        square if squares else rows,
+        output_dtype=dtype,
+    )
+
+
+def _multiply_dequantized(
+    left: torch.Tensor,
+    left_scale: torch.Tensor,
+    right: torch.Tensor,
+    right_scale: torch.Tensor,
+    squares: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Multiply the dequantized fp32 values. For CPUs, which have no FP8 kernel."""
+    if squares:
+        right_scale = right_scale.repeat_interleave(BLOCK, 0)[: len(right)]
+    return (_dequantize(left, left_scale) @ _dequantize(right, right_scale).t()).to(dtype)
+
+
+def _dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return values.float() * scale.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
+
+
+def _multiply_meta(
+    left: torch.Tensor,
+    _left_scale: torch.Tensor,
+    right: torch.Tensor,
+    _right_scale: torch.Tensor,
+    _squares: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return left.new_empty(len(left), len(right), dtype=dtype)
+
+
+for _key in {kind.dispatch_key for kind in list_accelerators()}:
+    _LIBRARY.impl(
+        "multiply_blocks", _multiply_dequantized if _key == "CPU" else _multiply_cublas, _key
+    )
+_LIBRARY.impl("multiply_blocks", _multiply_meta, "Meta")

@@ -1,0 +1,92 @@
+"""Selection of the linear layers that use FP8, and quantization of their weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from flagscale.errors import ConfigError
+from flagscale.train.layers.fp8 import DIMENSION_MULTIPLE, Fp8Recipe, Fp8Weight, quantize_weight
+from flagscale.train.layers.layer_compilation import find_transformer_layers
+from flagscale.train.layers.linear import AccumulatingColumnLinear, AccumulatingRowLinear
+
+
+def enable_fp8(model: Any, config: TransformerConfig, recipe: Fp8Recipe) -> None:
+    """Use FP8 in the linear layers of transformer layers.
+
+    Experts stay in 16 bits, and so do the first and last layers if the configuration selects that.
+
+    Raises:
+        ConfigError: a dimension of a weight is not supported by FP8 products.
+    """
+    for layer in find_transformer_layers(model):
+        if _uses_fp8(layer.layer_number, config):
+            linears = list(_find_fp8_linears(layer))
+            for linear in linears:
+                linear.fp8_recipe = recipe
+            layer.fp8_weights_stale = True
+            layer.forward = _quantize_before_forward(layer, linears, layer.forward)
+
+
+def invalidate_fp8_weights(model: torch.nn.Module) -> None:
+    """Mark the FP8 weights of ``model`` as stale, to be quantized again before their next use."""
+    for layer in find_transformer_layers(model):
+        if hasattr(layer, "fp8_weights_stale"):
+            layer.fp8_weights_stale = True
+
+
+def _uses_fp8(number: int, config: TransformerConfig) -> bool:
+    if not config.first_last_layers_bf16:
+        return True
+    first = config.num_layers_at_start_in_bf16
+    last = config.num_layers - config.num_layers_at_end_in_bf16
+    return bool(first < number <= last)
+
+
+def _find_fp8_linears(layer: Any) -> Iterator[Any]:
+    for name, module in layer.named_modules():
+        is_linear = isinstance(module, AccumulatingColumnLinear | AccumulatingRowLinear)
+        if is_linear and not module.is_expert:
+            for size in module.weight.shape:
+                if size % DIMENSION_MULTIPLE:
+                    raise ConfigError(
+                        f"fp8: {name} of layer {layer.layer_number} has a weight of "
+                        f"{' x '.join(map(str, module.weight.shape))} on a rank; 8-bit products "
+                        f"take multiples of {DIMENSION_MULTIPLE}",
+                        hint="lower tensor_model_parallel_size, or leave fp8 out",
+                    )
+            yield module
+
+
+def _quantize_before_forward(layer: Any, linears: list[Any], forward: Any) -> Any:
+    """Return ``forward`` preceded by quantization of stale weights.
+
+    The weights of other data-parallel ranks are gathered by then, because forward pre-hooks run
+    before.
+    """
+
+    @functools.wraps(forward)
+    def call(*args: Any, **options: Any) -> Any:
+        if layer.fp8_weights_stale:
+            for linear in linears:
+                linear.fp8_weight = _quantize_in_place(linear)
+            layer.fp8_weights_stale = False
+        return forward(*args, **options)
+
+    return call
+
+
+@torch.no_grad()
+def _quantize_in_place(linear: Any) -> Fp8Weight:
+    """Quantize a weight into the memory of its last FP8 values, whose addresses graphs contain."""
+    fresh = quantize_weight(linear.weight.detach(), linear.fp8_recipe.scaling)
+    if linear.fp8_weight is None:
+        return fresh
+    for stored, value in zip(linear.fp8_weight, fresh, strict=True):
+        stored.copy_(value)
+    weight: Fp8Weight = linear.fp8_weight
+    return weight

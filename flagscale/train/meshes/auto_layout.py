@@ -1,0 +1,90 @@
+"""Resolution of ``auto`` settings of heterogeneous meshes: parallel sizes and layers per stage."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from flagscale.config.arguments.derive import rank_arguments
+from flagscale.config.arguments.hetero.meshes import Meshes, is_split_automatic, with_layers
+from flagscale.config.arguments.layout import pad_vocabulary
+from flagscale.estimate import cost_cache, split
+from flagscale.train import distributed
+from flagscale.train.device import Device
+from flagscale.train.meshes.groups import MeshGroups
+from flagscale.train.meshes.layout_search import choose_mesh_sizes
+from flagscale.train.meshes.rank_costs import broadcast_from_rank_0, load_or_measure_costs
+
+
+def resolve_auto_layout(
+    args: argparse.Namespace,
+    groups: MeshGroups | None,
+    unpadded_vocabulary: int,
+    device: Device,
+    log: Callable[[str], None],
+) -> tuple[argparse.Namespace, MeshGroups | None]:
+    """Resolve the automatic choices of this rank's mesh layout.
+
+    All ranks call it after the layout is initialized, with the same result.
+
+    Args:
+        args: arguments of this rank.
+        groups: additional groups of heterogeneous training.
+        unpadded_vocabulary: unpadded size of the vocabulary.
+        device: device of this rank.
+        log: logs a line, once per job.
+
+    Returns:
+        The arguments and groups of this rank, unchanged if nothing is automatic.
+
+    Raises:
+        ConfigError: no sizes fit the arguments, or the models to measure do not fit the device.
+    """
+    meshes: Meshes | None = args.meshes
+    if meshes is None or not (meshes.open or is_split_automatic(args.hetero_pipeline_layer_split)):
+        return args, groups
+    if meshes.open:
+        args = rank_arguments(
+            choose_mesh_sizes(args, unpadded_vocabulary, device, log), dist.get_rank()
+        )
+        return args, distributed.init_model_parallel(args)
+    split_meshes = _choose_layer_split(
+        args, meshes, pad_vocabulary(unpadded_vocabulary, vars(args)), device, log
+    )
+    distributed.seed_generators(args)  # measuring has used the generators
+    return rank_arguments(
+        argparse.Namespace(**{**vars(args), "meshes": split_meshes}), dist.get_rank()
+    ), groups
+
+
+def _choose_layer_split(
+    args: argparse.Namespace,
+    meshes: Meshes,
+    vocabulary: int,
+    device: Device,
+    log: Callable[[str], None],
+) -> Meshes:
+    """Return the meshes with the layers per stage that minimize the step time."""
+    sequences = [cost_cache.count_max_sequences(meshes, mesh) for mesh in meshes.meshes]
+    costs = load_or_measure_costs(
+        args,
+        meshes,
+        sequences,
+        vocabulary,
+        device,
+        lambda: log("measuring the cost of a layer on each mesh, to assign layers to stages"),
+    )
+    problem = split.SplitProblem(
+        meshes,
+        costs,
+        split.layer_kinds(args),
+        args.num_microbatches,
+        empty_first=args.standalone_embedding_stage,
+    )
+    layers = broadcast_from_rank_0(lambda: split.find_best_split(problem))
+    for line in split.explain_split(problem, layers):
+        log(line)
+    return replace(meshes, meshes=with_layers(meshes.meshes, layers))

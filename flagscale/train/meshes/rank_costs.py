@@ -1,0 +1,106 @@
+"""Costs of model parts for a rank of each mesh, read from a cache or measured."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flagscale.config.arguments.hetero.meshes import Meshes
+from flagscale.estimate import cost_cache
+from flagscale.estimate.costs import RankCosts, max_costs
+from flagscale.train.device import Device
+from flagscale.train.meshes.cost_profiler import measure_costs
+
+
+def broadcast_from_rank_0(compute: Callable[[], Any]) -> Any:
+    """Call ``compute`` on rank 0 and broadcast the result."""
+    result = [compute() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(result, src=0)
+    return result[0]
+
+
+def gather_from_ranks(value: Any) -> list[Any]:
+    """Return the values of all ranks, by rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def load_or_measure_costs(
+    args: argparse.Namespace,
+    meshes: Meshes,
+    sequences: Sequence[int],
+    vocabulary: int,
+    device: Device,
+    on_measure: Callable[[], None] = lambda: None,
+) -> tuple[RankCosts, ...]:
+    """Return the costs for a rank of each mesh.
+
+    Costs in the cache of rank 0's host are used if all were measured under the current conditions.
+    Otherwise all ranks measure. The slowest rank of each mesh determines the costs, which are
+    cached. All ranks call it after the layout is initialized.
+
+    Args:
+        args: arguments of this rank.
+        meshes: meshes of the whole job; their layers are ignored.
+        sequences: maximum number of sequences of a micro-batch on a rank of each mesh.
+        vocabulary: size of the padded vocabulary.
+        device: device of this rank.
+        on_measure: called before measuring.
+    """
+    origins = gather_from_ranks(_measurement_conditions(vocabulary, device))
+    origins = [origins[meshes.first_rank(index)] for index in range(len(meshes.meshes))]
+    paths = [
+        cost_cache.cost_path(vars(args), meshes, index, max_sequences)
+        for index, max_sequences in enumerate(sequences)
+    ]
+    cached: tuple[RankCosts, ...] | None = broadcast_from_rank_0(
+        lambda: _read_cache(paths, origins)
+    )
+    if cached is not None:
+        return cached
+    on_measure()
+    rank_costs = gather_from_ranks(measure_costs(args, vocabulary, device))
+    mesh_costs = []
+    for index, mesh in enumerate(meshes.meshes):
+        first = meshes.first_rank(index)
+        mesh_costs.append(max_costs(rank_costs[first : first + mesh.ranks]))
+        if dist.get_rank() == 0:
+            today = datetime.now(timezone.utc).date().isoformat()
+            cost_cache.write_costs(
+                paths[index], cost_cache.CachedCosts(mesh_costs[-1], origins[index], today)
+            )
+    return tuple(mesh_costs)
+
+
+def _measurement_conditions(vocabulary: int, device: Device) -> dict[str, str]:
+    """Return the conditions of a measurement that are not arguments."""
+    conditions = {
+        "vocabulary": str(vocabulary),
+        "device": device.product,
+        "torch": torch.__version__,
+    }
+    for package in ("megatron-core", "flagscale"):
+        try:
+            conditions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return conditions
+
+
+def _read_cache(
+    paths: Sequence[Any], origins: Sequence[Mapping[str, str]]
+) -> tuple[RankCosts, ...] | None:
+    costs = []
+    for path, origin in zip(paths, origins, strict=True):
+        entry = cost_cache.read_costs(path)
+        if entry is None or entry.origin != origin:
+            return None
+        costs.append(entry.costs)
+    return tuple(costs)

@@ -1,0 +1,36 @@
+"""Requests to end training early: SIGTERM, or the time limit ``exit_duration_in_mins``."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType
+from typing import Literal
+
+StopReason = Literal["completed", "signal", "exit-interval"]
+"""Reason for the end of training, as written in the ``finished`` status event."""
+
+
+class StopRequest:
+    """Detects that this process should stop.
+
+    Reasons are SIGTERM, which schedulers and launchers send, and a time limit of ``minutes``.
+    """
+
+    def __init__(self, minutes: float | None) -> None:
+        self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
+        self._signal_received = False
+
+    def install_handler(self) -> None:
+        """Install a SIGTERM handler that records the signal instead of ending the process."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal_received = True
+
+    def poll(self) -> tuple[bool, bool]:
+        """Return whether a signal was received, and whether the time limit is exceeded."""
+        return (
+            self._signal_received,
+            self._deadline is not None and time.monotonic() > self._deadline,
+        )

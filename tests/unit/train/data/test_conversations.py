@@ -1,0 +1,335 @@
+"""Conversations, from lines of a file to sequences of tokens."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.chat_files import (
+    CHATML,
+    THINKING,
+    make_conversation,
+    write_conversations,
+    write_lines,
+    write_tokenizer,
+)
+
+from flagscale.errors import DataError
+from flagscale.train.data.chat import conversation_sets, records, token_cache
+from flagscale.train.data.chat.encoding import decode_ids, encode_samples, render_samples
+from flagscale.train.data.chat.packed_dataset import PackedConversations, SequenceSettings
+from flagscale.train.data.chat.records import Conversation
+from flagscale.train.data.chat.templates import open_template
+from flagscale.train.data.chat.token_cache import ConversationFile
+from flagscale.train.data.tokenizers import Tokenizer, TokenizerSpec, open_tokenizer
+
+pytestmark = pytest.mark.torch
+
+ASKED = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]
+TOLD = [{"role": "system", "content": "be"}, *ASKED]
+
+FORMATS: dict[str, tuple[Any, list[dict[str, str]]]] = {
+    "messages": ({"messages": TOLD}, TOLD),
+    "parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "why"}]}, ASKED[1]]},
+        ASKED,
+    ),
+    "sharegpt": (
+        {
+            "system": "be",
+            "conversations": [{"from": "human", "value": "why"}, {"from": "gpt", "value": "so"}],
+        },
+        TOLD,
+    ),
+    "alpaca": ({"instruction": "why", "input": "", "output": "so"}, ASKED),
+    "alpaca-with-all": (
+        {
+            "system": "be",
+            "history": [["why", "so"]],
+            "instruction": "w",
+            "input": "hy",
+            "output": "so",
+        },
+        [*TOLD, {"role": "user", "content": "w\n\nhy"}, ASKED[1]],
+    ),
+    "half-a-character": (
+        {"instruction": "\ud83d", "output": "so"},
+        [{"role": "user", "content": "\ufffd"}, ASKED[1]],
+    ),
+}
+
+
+@pytest.mark.parametrize(("record", "messages"), FORMATS.values(), ids=FORMATS)
+def test_formats(record: Any, messages: Any, tmp_path: Path) -> None:
+    path = tmp_path / "it's $one.jsonl"
+    path.write_text("\ufeff\n" + json.dumps(record) + "\n\n", encoding="utf-8")
+    (parsed,) = records.read_conversations(path)
+    assert (list(parsed.messages), parsed.line) == (messages, 2)
+
+
+BAD: dict[str, tuple[bytes, str]] = {
+    "no-json": (b"{", "not JSON"),
+    "no-object": (b"[1]", "expected a JSON object a line, found list"),
+    "no-utf-8": (b'{"messages": "\xff"}', "not UTF-8"),
+    "zipped": (b"\x1f\x8b\xff", "the file looks gzip-compressed"),
+    "deep": (b"[" * 100_000, "nested too deeply"),
+    "no-conversation": (b'{"text": "a"}', "expected a key of 'messages'.*the object has 'text'"),
+    "no-list": (b'{"messages": {}}', "messages: expected a list, found dict"),
+    "no-role": (b'{"messages": [{"content": "a"}]}', r"messages\[0\]: expected an object with a"),
+    "no-answer": (
+        b'{"messages": [{"role": "user", "content": "a"}]}',
+        "no answer of an assistant to learn; there speaks user",
+    ),
+    "nothing-to-learn": (
+        b'{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}',
+        "no answer of an assistant to learn",
+    ),
+    "picture": (
+        b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+        "only parts of text",
+    ),
+    "number": (b'{"messages": [{"role": "user", "content": 1}]}', "expected a text, found int"),
+    "stranger": (b'{"conversations": [{"from": "me", "value": "a"}]}', "'me' is nobody known"),
+    "no-output": (b'{"instruction": "a"}', "output: expected a text, found nothing"),
+}
+
+
+@pytest.mark.parametrize(("line", "message"), BAD.values(), ids=BAD)
+def test_an_invalid_line_is_named(line: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(json.dumps({"messages": ASKED}).encode() + b"\n\n" + line)
+    with pytest.raises(DataError, match=rf"bad\.jsonl:3: .*{message}"):
+        list(records.read_conversations(path))
+
+
+def test_the_length_of_a_line_is_limited(tmp_path: Path) -> None:
+    path = tmp_path / "one.jsonl"
+    with path.open("wb") as file:
+        file.truncate(10 << 30)  # of zeros, which take no room
+    with pytest.raises(DataError, match=r"one\.jsonl:1: is longer than 64 MiB"):
+        list(records.read_conversations(path))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("chat") / "a tokenizer")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory: Path) -> Tokenizer:
+    return open_tokenizer(TokenizerSpec("HuggingFaceTokenizer", str(directory)))
+
+
+def conversation(*messages: dict[str, Any]) -> Conversation:
+    return Conversation(Path("a.jsonl"), 1, messages)
+
+
+def decode_learned(tokens: Any, tokenizer: Tokenizer) -> list[str]:
+    """Return the runs of tokens with a loss, as text."""
+    texts, runs = np.asarray(tokens), []
+    edges = np.flatnonzero(np.diff((texts >= 0).astype(int), prepend=0, append=0))
+    for begin, end in zip(edges[::2], edges[1::2], strict=True):
+        runs.append(tokenizer.detokenize(texts[begin:end].tolist()))
+    return runs
+
+
+def test_answers_up_to_the_end_of_their_turn_are_learned(
+    directory: Path, tokenizer: Tokenizer
+) -> None:
+    more = [
+        {"role": "user", "content": "x"},
+        {**ASKED[1], "weight": 0},
+        {"role": "user", "content": "y"},
+        {"role": "assistant", "content": "z"},
+    ]
+    talked = conversation(*TOLD, *more)
+    (sample,) = render_samples(talked, open_template(None, directory))
+    (tokens,) = encode_samples([sample], tokenizer)
+    assert tokenizer.detokenize(decode_ids(tokens).tolist()) == sample.text
+    assert decode_learned(tokens, tokenizer) == ["so<|im_end|>", "z<|im_end|>"]
+
+
+def test_text_and_answers_are_those_of_transformers(directory: Path, tokenizer: Tokenizer) -> None:
+    """transformers finds answers by marks in the template, which are not needed here."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(directory))
+    template = open_template(None, directory)
+    for seed in range(20):
+        messages = make_conversation(1 + seed % 4, 9, seed)
+        expected = theirs.apply_chat_template(
+            messages, return_dict=True, return_assistant_tokens_mask=True
+        )
+        (sample,) = render_samples(conversation(*messages), template)
+        (tokens,) = encode_samples([sample], tokenizer)
+        assert decode_ids(tokens).tolist() == expected["input_ids"]
+        assert (tokens >= 0).astype(int).tolist() == expected["assistant_masks"]
+
+
+def test_answers_that_a_template_rewrites_become_separate_samples(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    path = tmp_path / "thinking.jinja"
+    path.write_text(THINKING)
+    template = open_template(str(path), tmp_path)
+    first, second = render_samples(conversation(*ASKED, *ASKED), template)
+    assert first.text.count("<think>") == second.text.count("<think>") == 1
+    runs = [
+        decode_learned(tokens, tokenizer) for tokens in encode_samples([first, second], tokenizer)
+    ]
+    assert runs == [["<think>\n\n</think>\n\nso<|im_end|>"]] * 2
+    assert second.text.startswith("<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\nso")
+
+
+TEMPLATES = {
+    "not-jinja": ("{% for %}", "not a chat template"),
+    "refuses": ("{{ raise_exception('no system') }}", "refuses it: no system"),
+    "does-not-continue": ("{{ messages | length }}", "as a continuation of its question"),
+    "reaches-out": ("{{ ''.__class__.__mro__ }}{{ cycler.__init__.__globals__ }}", "refuses it"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), TEMPLATES.values(), ids=TEMPLATES)
+def test_an_unusable_template(
+    text: str, message: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    template, lines = tmp_path / "one.jinja", write_conversations(tmp_path / "a.jsonl", 1)
+    template.write_text(text)
+    with pytest.raises(DataError, match=message):
+        source = ConversationFile(lines, "auto", tokenizer, open_template(str(template), tmp_path))
+        token_cache.build_cache(source, tmp_path / "cache", "key")
+    assert not list(tmp_path.glob("cache/*"))
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3"])
+def test_named_templates(name: str, tmp_path: Path) -> None:
+    (sample,) = render_samples(conversation(*TOLD, *ASKED), open_template(name, tmp_path))
+    (without_answer, with_answer) = (sample.text[begin:end] for begin, end in sample.answers)
+    assert without_answer == with_answer
+    assert without_answer.startswith("so<|")
+
+
+def test_a_tokenizer_without_a_template_gets_a_hint(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no chat template") as raised:
+        open_template(None, write_tokenizer(tmp_path, template=None))
+    assert "chat_template: to chatml or llama3" in str(raised.value.hint)
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    assert open_template(None, tmp_path).text == CHATML
+
+
+def arguments(tmp_path: Path, **changes: Any) -> Namespace:
+    defaults = {
+        "data_path": None,
+        "train_data_path": None,
+        "valid_data_path": None,
+        "test_data_path": None,
+        "data_cache_path": str(tmp_path / "cache"),
+        "chat_template": None,
+        "sft_format": "auto",
+        "sft_packing": True,
+        "sft_too_long": "truncate",
+        "seq_length": 128,
+        "split": None,
+        "seed": 1,
+        "eval_iters": 1,
+        "multiple_validation_sets": False,
+        **changes,
+    }
+    return Namespace(**defaults)
+
+
+def test_a_file_is_tokenized_once(tmp_path: Path, directory: Path, tokenizer: Tokenizer) -> None:
+    path = write_conversations(tmp_path / "a.jsonl", 5)
+    args = arguments(tmp_path, data_path=[str(path)], tokenizer_path=str(directory))
+    first, second = (conversation_sets.build_conversation_sets(args, tokenizer) for _ in range(2))
+    assert "tokenized a.jsonl" in first.remarks[0]
+    (cached,) = (tmp_path / "cache" / "conversations").iterdir()
+    assert cached.stat().st_mode & 0o777 == 0o700
+    assert "tokenized" not in second.remarks[0]
+    write_conversations(path, 5, seed=1)
+    third = conversation_sets.build_conversation_sets(args, tokenizer)
+    assert "tokenized a.jsonl" in third.remarks[0]
+    assert third.train is not None
+    assert second.train is not None
+    assert not torch.equal(third.train[0]["tokens"], second.train[0]["tokens"])
+
+
+def test_separate_files_and_splits_of_one_file(
+    tmp_path: Path, directory: Path, tokenizer: Tokenizer
+) -> None:
+    one, two = (write_conversations(tmp_path / f"{name}.jsonl", 40) for name in ("one", "two"))
+    separate = arguments(
+        tmp_path,
+        train_data_path=[str(one)],
+        valid_data_path=[str(one), str(two)],
+        tokenizer_path=str(directory),
+        multiple_validation_sets=True,
+    )
+    sets = conversation_sets.build_conversation_sets(separate, tokenizer)
+    assert (list(sets.valid), sets.test) == (["one", "two"], None)
+    parts = arguments(tmp_path, data_path=[str(one)], split="8,1,1", tokenizer_path=str(directory))
+    cut = conversation_sets.build_conversation_sets(parts, tokenizer)
+    counts = [data.conversation_count for data in (cut.train, cut.valid[""], cut.test) if data]
+    assert counts == [32, 4, 4]
+
+
+def samples(tmp_path: Path, lines: Path, directory: Path, tokenizer: Tokenizer) -> Any:
+    source = ConversationFile(lines, "auto", tokenizer, open_template(None, directory))
+    token_cache.build_cache(source, tmp_path / "cache", "key")
+    return token_cache.open_samples(source, tmp_path / "cache", "key")
+
+
+def test_sequences_hold_whole_separate_conversations(
+    tmp_path: Path, directory: Path, tokenizer: Tokenizer
+) -> None:
+    stored = samples(tmp_path, write_conversations(tmp_path / "a.jsonl", 200), directory, tokenizer)
+    every = [(stored, np.arange(len(stored)))]
+    data = PackedConversations("train", every, SequenceSettings(256, True, "refuse", 1))
+    assert data.token_utilization > 0.95
+    texts = []
+    for index in range(len(data)):
+        item = data[index]
+        numbers, mask = item["documents"].numpy(), item["loss_mask"].numpy()
+        for number in range(numbers.max() + 1):
+            document = numbers == number
+            assert item["position_ids"][document].tolist() == list(range(document.sum()))
+            ids = [int(item["tokens"][document][0]), *item["labels"][document].tolist()]
+            assert item["tokens"][document].tolist()[1:] == ids[1:-1]
+            if mask[document].any():
+                flags = [False, *(mask[document] > 0).tolist()]
+                texts.append([i if flag else ~i for i, flag in zip(ids, flags, strict=True)])
+    assert sorted(texts) == sorted(stored[index].tolist() for index in range(len(stored)))
+
+
+def test_long_conversations_are_truncated_dropped_or_refused(
+    tmp_path: Path, directory: Path, tokenizer: Tokenizer
+) -> None:
+    long = {"messages": [ASKED[0], {"role": "assistant", "content": "so again " * 40}]}
+    late = {"messages": [{"role": "user", "content": "why " * 200}, ASKED[1]]}
+    lines = write_lines(tmp_path / "a.jsonl", [long, late, {"messages": ASKED}])
+    stored = samples(tmp_path, lines, directory, tokenizer)
+    every = [(stored, np.arange(3))]
+    cut = PackedConversations("train", every, SequenceSettings(64, True, "truncate", 1))
+    dropped = PackedConversations("train", every, SequenceSettings(64, True, "drop", 1))
+    assert (cut.conversation_count, cut.cut, cut.dropped) == (2, 1, 1)
+    assert (dropped.conversation_count, dropped.cut, dropped.dropped) == (1, 0, 2)
+    with pytest.raises(DataError, match=r"2 conversations for train are longer.*in .*a\.jsonl"):
+        PackedConversations("train", every, SequenceSettings(64, True, "refuse", 1))
+    with pytest.raises(DataError, match="no conversation is left for train"):
+        PackedConversations(
+            "train", [(stored, np.array([1]))], SequenceSettings(64, True, "drop", 1)
+        )
+
+
+def test_without_packing_a_conversation_has_a_sequence(
+    tmp_path: Path, directory: Path, tokenizer: Tokenizer
+) -> None:
+    stored = samples(tmp_path, write_conversations(tmp_path / "a.jsonl", 9), directory, tokenizer)
+    data = PackedConversations(
+        "train", [(stored, np.arange(9))], SequenceSettings(256, False, "drop", 1)
+    )
+    assert len(data) == 9

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from flagscale.train.optim.clip_grads import clip_grads_by_norm, compute_grad_norm
+
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_rank")]
+
+
+def parameters_with_gradients(*gradients: list[float]) -> list[Any]:
+    parameters = [torch.nn.Parameter(torch.zeros(len(values))) for values in gradients]
+    for owner, values in zip(parameters, gradients, strict=True):
+        owner.grad = torch.tensor(values)
+    return parameters
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"), [(2, 13.0), (1, 19.0), (math.inf, 12.0)], ids=["2", "1", "inf"]
+)
+def test_norm_over_all_gradients(order: float, expected: float) -> None:
+    grads = [torch.tensor([3.0, 4.0]), torch.tensor([[0.0], [12.0]])]
+    assert compute_grad_norm(grads, order).item() == pytest.approx(expected)
+
+
+def test_norm_of_one_tensor_and_of_none() -> None:
+    assert compute_grad_norm(torch.tensor([3.0, 4.0])).item() == pytest.approx(5.0)
+    assert compute_grad_norm([]).item() == 0.0
+
+
+def test_norm_of_16_bit_gradients_is_fp32() -> None:
+    assert compute_grad_norm([torch.ones(4, dtype=torch.bfloat16)]).dtype == torch.float32
+
+
+@pytest.mark.parametrize("as_number", [float, torch.tensor], ids=["number", "tensor"])
+def test_clipping_scales_to_the_norm(as_number: Any) -> None:
+    parameters = parameters_with_gradients([3.0, 4.0], [12.0])
+    clip_grads_by_norm(parameters, 6.5, as_number(13.0))
+    assert parameters[0].grad.tolist() == pytest.approx([1.5, 2.0])
+    assert parameters[1].grad.tolist() == pytest.approx([6.0])
+
+
+def test_small_gradients_are_unchanged() -> None:
+    parameters = parameters_with_gradients([3.0, 4.0])
+    clip_grads_by_norm(parameters, 10.0, 5.0)
+    assert parameters[0].grad.tolist() == [3.0, 4.0]
+
+
+def test_parameters_without_gradients_are_skipped() -> None:
+    clip_grads_by_norm([torch.nn.Parameter(torch.zeros(2))], 1.0, 5.0)
+
+
+def test_nan_is_propagated() -> None:
+    assert math.isnan(compute_grad_norm([torch.tensor([1.0, math.nan])]).item())

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.transformer.enums import AttnBackend
+
+from flagscale.accelerators.base import Accelerator
+from flagscale.accelerators.device import Device
+from flagscale.accelerators.registry import get_accelerator
+from flagscale.train.data.document_datasets import number_documents
+from flagscale.train.models import document_mask
+from flagscale.train.models.document_mask import (
+    DocumentMaskBuilder,
+    attend_masked,
+    attend_within_documents,
+    visible_mask,
+)
+
+pytestmark = pytest.mark.torch
+
+END = 9
+
+
+@pytest.mark.parametrize(
+    ("tokens", "numbers"),
+    [
+        ([1, 2, 3], [0, 0, 0]),
+        ([1, END, 3, 4], [0, 0, 1, 1]),
+        ([END, END, 3, END], [0, 1, 2, 2]),
+    ],
+    ids=["one", "an end is of what it ends", "empty ones"],
+)
+def test_tokens_are_numbered_by_document(tokens: list[int], numbers: list[int]) -> None:
+    assert number_documents(torch.tensor(tokens), END).tolist() == numbers
+
+
+def test_documents_end_with_their_sequence() -> None:
+    numbers = torch.tensor([[0, 0, 1, 1], [1, 2, 2, 2]])
+    assert document_mask.document_ends(numbers).tolist() == [0, 2, 4, 5, 8]
+
+
+class Npu(Accelerator):
+    name = "npu"
+
+
+def device(kind: str) -> Device:
+    return Device(Npu() if kind == Npu.name else get_accelerator(kind), torch.device("cpu"))
+
+
+def config(**changes: Any) -> Any:
+    values = {
+        "attention_backend": AttnBackend.auto,
+        "context_parallel_size": 1,
+        "params_dtype": torch.bfloat16,
+        "kv_channels": 128,
+        "window_size": None,
+        "attn_logit_softcapping": None,
+        "multi_latent_attention": False,
+        **changes,
+    }
+    return SimpleNamespace(**values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "form"),
+    [
+        ("cpu", {"params_dtype": torch.float32}, "ends"),
+        ("cpu", {"attention_backend": AttnBackend.local}, "hidden"),
+        ("cpu", {"attention_backend": AttnBackend.unfused}, "visible"),
+        ("cuda", {}, "ends"),
+        ("cuda", {"attention_backend": AttnBackend.flash}, "ends"),
+        ("cuda", {"attention_backend": AttnBackend.unfused}, "visible"),
+        ("cuda", {"params_dtype": torch.float32}, "visible"),
+        ("cuda", {"kv_channels": 288}, "visible"),
+        ("cuda", {"kv_channels": 12}, "visible"),
+        ("cuda", {"context_parallel_size": 2}, "numbers"),
+        ("cuda", {"multi_latent_attention": True}, "visible"),
+        ("cpu", {"window_size": [4, 0]}, "visible"),
+        ("cuda", {"attn_logit_softcapping": 50.0}, "visible"),
+        ("npu", {}, "visible"),
+    ],
+)
+def test_mask_form_of_each_attention(kind: str, changes: Any, form: str) -> None:
+    assert document_mask.select_mask_form(config(**changes), device(kind)) == form
+
+
+def test_length_of_ends_rarely_changes_with_compiled_layers() -> None:
+    mask_builder = DocumentMaskBuilder(config(), device("cuda"))
+    few, many = torch.zeros(1, 2560), torch.arange(2560)[None] // 50
+    offsets = mask_builder(few)
+    assert offsets.tolist() == [0, *[2560] * 20]
+    assert [len(mask_builder(batch)) for batch in (many, few)] == [81, 81]
+
+
+lengths = st.lists(st.integers(1, 5), min_size=1, max_size=6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths, lengths)
+def test_all_forms_equal_attention_per_document(first_lengths: Any, second_lengths: Any) -> None:
+    size = max(sum(first_lengths), sum(second_lengths))
+    rows = [[*own, size - sum(own)] for own in (first_lengths, second_lengths)]
+    numbers = torch.stack(
+        [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows]
+    )
+    generator = torch.Generator().manual_seed(size)
+    query = torch.randn(size, 2, 4, 8, generator=generator)
+    key, value = torch.randn(2, size, 2, 2, 8, generator=generator)
+    ends = document_mask.document_ends(numbers)
+    within = attend_within_documents(query, key, value, ends, scale=None, dropout=0.0)
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    mask = visible_mask(numbers, numbers)
+    masked = attend_masked(q, k, v, mask, scale=None, dropout=0.0)
+    torch.testing.assert_close(within, masked)
+    # Reference: the last query of a document attends to exactly its own document.
+    begin, end = ends[-2].item() - size, size
+    for head in range(4):
+        scores = (k[1, head // 2, begin:end] @ q[1, head, end - 1]) * 8**-0.5
+        expected = scores.softmax(0) @ v[1, head // 2, begin:end]
+        torch.testing.assert_close(within[1, head, end - 1], expected)
