@@ -18,13 +18,13 @@ _MAX_OTHER_PLOTS = 24
 class ReportedFigure(NamedTuple):
     """Figure reported in progress lines.
 
-    ``times`` converts it to the displayed unit. ``absent`` is the reason why a run may not have it.
+    ``factor`` converts it to the displayed unit. ``absent`` is the reason why a run may lack it.
     """
 
     name: str
     title: str
     unit: str
-    times: float = 1.0
+    factor: float = 1.0
     absent: str = "not reported"
 
 
@@ -115,13 +115,13 @@ def _step_bounds(attempt: Attempt) -> Iterator[int]:
 
 
 def _attempt_lines(figure: ReportedFigure, run: RunReport, label: str, of: int) -> Iterator[Line]:
-    """Yield one piece per attempt. Steps that a later attempt repeated are faint."""
+    """Yield one or two lines per attempt; steps that a later attempt repeated are a faint line."""
     for attempt, until in _attempts_with_cut(run):
         values = attempt.figures.get(figure.name)
         if values is None:
             continue
-        if figure.times != 1.0:
-            values = [value * figure.times for value in values]
+        if figure.factor != 1.0:
+            values = [value * figure.factor for value in values]
         cut = bisect_left(attempt.steps, until) if until is not None else len(attempt.steps)
         if cut:
             yield Line(label, attempt.steps[:cut], values[:cut], of)

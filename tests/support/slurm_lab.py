@@ -197,7 +197,7 @@ class SlurmLab(Lab):
             reason = str(now["hosts"][0].get("waits", ""))
             return reason if now["state"] == "pending" and why in reason else ""
 
-        explanation: str = until(pending_reason, 30)
+        explanation: str = until(pending_reason, 60)
         return explanation
 
     def until_warned(self) -> str:

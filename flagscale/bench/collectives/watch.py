@@ -21,8 +21,9 @@ from flagscale.bench.collectives.timing import Marks
 from flagscale.records import decode, encode
 
 PERIOD = 1.0
+"""Seconds between heartbeats."""
 SILENT = 2.5
-"""A rank without a heartbeat for so many seconds is considered silent."""
+"""Seconds without a heartbeat after which a rank is considered silent."""
 
 
 @dataclass
@@ -75,6 +76,7 @@ class ProgressWatch:
     """Publishes this rank's progress, and ends the process if it is stuck."""
 
     def __init__(self, store: Store, beat: RankHeartbeat, size: int, timeout: float) -> None:
+        # The timing loop appends one entry per iteration; the length is the stage's progress.
         self.marks: Marks = []
         # A separate connection: the main thread may wait on the other.
         self._store: Store = store.clone()  # type: ignore[attr-defined]
@@ -111,6 +113,7 @@ class ProgressWatch:
         try:
             beats = {rank: self._read_heartbeat(rank) for rank in range(self._size)}
         except (dist.DistError, RuntimeError):
+            # Rank 0 hosts the store, so the next rank reports its silence.
             lowest = 1 if self._size > 1 else 0
             return "rank 0 does not answer" if self._heartbeat.rank == lowest else None
         now = time.time()

@@ -1,4 +1,8 @@
-"""``flagscale bench traffic``: calibrates bursts, plays them, and measures the tail meanwhile."""
+"""``flagscale bench traffic``: generates background traffic between hosts.
+
+Bursts are calibrated to a requested tail, the ratio p99/p50 of the times of a probe, which is
+measured while they are played.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ from flagscale.hosts.workers.children import unwind_on_signal
 
 MISSED = 1
 """Exit code if the requested tail was not reached."""
-_STARTING = 120.0
+_STARTUP_SECONDS = 120.0
 _MEASURE_SECONDS = 30.0
 _LEAST_MEASURE_SECONDS = 2.0
 """Shortest measurement in seconds that supports a 99th percentile."""
@@ -71,7 +75,7 @@ class _TrafficRun:
         calibrating = plan.within if plan.tail is not None else 0.0
         with play(
             plan.environment,
-            seconds=min(MOST_SECONDS, plan.seconds + calibrating + _STARTING),
+            seconds=min(MOST_SECONDS, plan.seconds + calibrating + _STARTUP_SECONDS),
             paused=True,
             ssh_config=plan.ssh_config,
             interface=plan.interface,
@@ -124,7 +128,7 @@ class _TrafficRun:
             view.on_samples()
 
     def _measure_rate(self, traffic: Traffic, view: TrafficView) -> None:
-        """Take the rate at which the probe moves data without traffic as the path's rate."""
+        """Measure the path's rate by the probe while traffic is paused."""
         view.on_phase("the path's rate, by the probe")
         traffic.pause()
         result = summarize(traffic.sample(_RATE_SAMPLES, _MEASURE_SECONDS, view.on_samples))

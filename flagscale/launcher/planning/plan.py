@@ -58,7 +58,9 @@ def plan(
         port = supervision.liveness_port(runner_config, master_port)
         places = describe_places(experiment, [assignment.ranks for assignment in assignments])
         rendezvous = AgentRendezvous(address, port, names, hosts[0].name, run_secret, tuple(places))
-    job = _HostPlanner(experiment, run_id, tuple(assignments), (address, master_port), rendezvous)
+    planner = _HostPlanner(
+        experiment, run_id, tuple(assignments), (address, master_port), rendezvous
+    )
     return LaunchPlan(
         run_id=run_id,
         name=experiment.name,
@@ -66,7 +68,7 @@ def plan(
         log_dir=runner_config.log_dir,
         master_addr=address,
         master_port=master_port,
-        hosts=tuple(job.plan_host(assignment) for assignment in assignments),
+        hosts=tuple(planner.plan_host(assignment) for assignment in assignments),
         external=experiment.task.external,
         start_timeout=runner_config.start_timeout,
         stop_grace=runner_config.stop_grace,
@@ -77,7 +79,7 @@ def plan(
 
 
 def master_address(runner: Runner, hosts: Sequence[Host]) -> str:
-    """Return the rendezvous address of the ranks: the user's, else the first host's."""
+    """Return the master address of the ranks: the user's, else the first host's."""
     return rendezvous_address(runner.master_addr or _parse_endpoint(runner)[0], hosts)
 
 
@@ -210,7 +212,7 @@ class _HostPlanner:
     def _starter_arguments(self, assignment: HostAssignment, run_dir: Path) -> tuple[str, ...]:
         """Return the command that starts the ranks.
 
-        The command gets no keys of the runner that concern the launcher alone.
+        Keys of the runner that only the launcher uses are not passed on.
         """
         runner, machine = self.experiment.runner, assignment.machine
         options: dict[str, str | None] = {

@@ -97,7 +97,7 @@ class Datasets:
             self._conversations = build_conversation_sets(args, tokenizer)
             self.remarks = self._conversations.remarks
             return
-        self._kind = get_model_spec(args).data(args, tokenizer)
+        self._spec = get_model_spec(args).data(args, tokenizer)
         self._function: external.DataFunction | None = None
         if uses_external_data(vars(args)):
             self._function, self._tokenizer = (
@@ -107,7 +107,7 @@ class Datasets:
             return
         self._plans = _split_validations(plan_data(args, tokenizer))
         self._built = {
-            name: _build_datasets(plan, self._kind, tokenizer) for name, plan in self._plans.items()
+            name: _build_datasets(plan, self._spec, tokenizer) for name, plan in self._plans.items()
         }
 
     def build_iterators(
@@ -132,7 +132,7 @@ class Datasets:
         iterators = {
             name: [
                 _build_split(
-                    self._args, plan, split, data, consumed_samples, chunks, shard, self._kind.keys
+                    self._args, plan, split, data, consumed_samples, chunks, shard, self._spec.keys
                 )
                 for split, data, consumed_samples in zip(
                     plan.splits, self._built[name], consumed, strict=True
@@ -140,7 +140,7 @@ class Datasets:
             ]
             for name, plan in self._plans.items()
         }
-        train, valid, test = iterators.pop("")
+        train, valid, test = iterators.pop("")  # see _split_validations
         sets = {
             name: validation
             for name, (_, validation, _) in iterators.items()
@@ -159,7 +159,7 @@ class Datasets:
         for split, consumed_samples in zip(SPLITS, consumed, strict=True):
             samples = external.Samples(shard, consumed_samples)
             batches = external.iter_micro_batches(
-                function, self._args, self._tokenizer, split, samples, self._kind
+                function, self._args, self._tokenizer, split, samples, self._spec
             )
             iterators.append(None if batches is None else _duplicate_for_chunks(batches, chunks))
         return DataIterators(iterators[0], iterators[1], iterators[2])

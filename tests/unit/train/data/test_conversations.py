@@ -30,23 +30,28 @@ from flagscale.train.data.tokenizers import Tokenizer, TokenizerSpec, open_token
 
 pytestmark = pytest.mark.torch
 
-ASKED = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]
-TOLD = [{"role": "system", "content": "be"}, *ASKED]
+QUESTION_AND_ANSWER = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]
+WITH_SYSTEM_MESSAGE = [{"role": "system", "content": "be"}, *QUESTION_AND_ANSWER]
 
 FORMATS: dict[str, tuple[Any, list[dict[str, str]]]] = {
-    "messages": ({"messages": TOLD}, TOLD),
+    "messages": ({"messages": WITH_SYSTEM_MESSAGE}, WITH_SYSTEM_MESSAGE),
     "parts": (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "why"}]}, ASKED[1]]},
-        ASKED,
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "why"}]},
+                QUESTION_AND_ANSWER[1],
+            ]
+        },
+        QUESTION_AND_ANSWER,
     ),
     "sharegpt": (
         {
             "system": "be",
             "conversations": [{"from": "human", "value": "why"}, {"from": "gpt", "value": "so"}],
         },
-        TOLD,
+        WITH_SYSTEM_MESSAGE,
     ),
-    "alpaca": ({"instruction": "why", "input": "", "output": "so"}, ASKED),
+    "alpaca": ({"instruction": "why", "input": "", "output": "so"}, QUESTION_AND_ANSWER),
     "alpaca-with-all": (
         {
             "system": "be",
@@ -55,11 +60,11 @@ FORMATS: dict[str, tuple[Any, list[dict[str, str]]]] = {
             "input": "hy",
             "output": "so",
         },
-        [*TOLD, {"role": "user", "content": "w\n\nhy"}, ASKED[1]],
+        [*WITH_SYSTEM_MESSAGE, {"role": "user", "content": "w\n\nhy"}, QUESTION_AND_ANSWER[1]],
     ),
     "half-a-character": (
         {"instruction": "\ud83d", "output": "so"},
-        [{"role": "user", "content": "\ufffd"}, ASKED[1]],
+        [{"role": "user", "content": "\ufffd"}, QUESTION_AND_ANSWER[1]],
     ),
 }
 
@@ -102,7 +107,7 @@ BAD: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize(("line", "message"), BAD.values(), ids=BAD)
 def test_an_invalid_line_is_named(line: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_bytes(json.dumps({"messages": ASKED}).encode() + b"\n\n" + line)
+    path.write_bytes(json.dumps({"messages": QUESTION_AND_ANSWER}).encode() + b"\n\n" + line)
     with pytest.raises(DataError, match=rf"bad\.jsonl:3: .*{message}"):
         list(records.read_conversations(path))
 
@@ -130,11 +135,14 @@ def conversation(*messages: dict[str, Any]) -> Conversation:
 
 
 def decode_learned(tokens: Any, tokenizer: Tokenizer) -> list[str]:
-    """Return the runs of tokens with a loss, as text."""
-    texts, runs = np.asarray(tokens), []
-    edges = np.flatnonzero(np.diff((texts >= 0).astype(int), prepend=0, append=0))
+    """Return the runs of tokens with a loss, as text.
+
+    A token without a loss is stored as ``~id``.
+    """
+    encoded, runs = np.asarray(tokens), []
+    edges = np.flatnonzero(np.diff((encoded >= 0).astype(int), prepend=0, append=0))
     for begin, end in zip(edges[::2], edges[1::2], strict=True):
-        runs.append(tokenizer.detokenize(texts[begin:end].tolist()))
+        runs.append(tokenizer.detokenize(encoded[begin:end].tolist()))
     return runs
 
 
@@ -143,11 +151,11 @@ def test_answers_up_to_the_end_of_their_turn_are_learned(
 ) -> None:
     more = [
         {"role": "user", "content": "x"},
-        {**ASKED[1], "weight": 0},
+        {**QUESTION_AND_ANSWER[1], "weight": 0},
         {"role": "user", "content": "y"},
         {"role": "assistant", "content": "z"},
     ]
-    talked = conversation(*TOLD, *more)
+    talked = conversation(*WITH_SYSTEM_MESSAGE, *more)
     (sample,) = render_samples(talked, open_template(None, directory))
     (tokens,) = encode_samples([sample], tokenizer)
     assert tokenizer.detokenize(decode_ids(tokens).tolist()) == sample.text
@@ -176,7 +184,9 @@ def test_answers_that_a_template_rewrites_become_separate_samples(
     path = tmp_path / "thinking.jinja"
     path.write_text(THINKING)
     template = open_template(str(path), tmp_path)
-    first, second = render_samples(conversation(*ASKED, *ASKED), template)
+    first, second = render_samples(
+        conversation(*QUESTION_AND_ANSWER, *QUESTION_AND_ANSWER), template
+    )
     assert first.text.count("<think>") == second.text.count("<think>") == 1
     runs = [
         decode_learned(tokens, tokenizer) for tokens in encode_samples([first, second], tokenizer)
@@ -207,7 +217,9 @@ def test_an_unusable_template(
 
 @pytest.mark.parametrize("name", ["chatml", "llama3"])
 def test_named_templates(name: str, tmp_path: Path) -> None:
-    (sample,) = render_samples(conversation(*TOLD, *ASKED), open_template(name, tmp_path))
+    (sample,) = render_samples(
+        conversation(*WITH_SYSTEM_MESSAGE, *QUESTION_AND_ANSWER), open_template(name, tmp_path)
+    )
     (without_answer, with_answer) = (sample.text[begin:end] for begin, end in sample.answers)
     assert without_answer == with_answer
     assert without_answer.startswith("so<|")
@@ -308,9 +320,11 @@ def test_sequences_hold_whole_separate_conversations(
 def test_long_conversations_are_truncated_dropped_or_refused(
     tmp_path: Path, directory: Path, tokenizer: Tokenizer
 ) -> None:
-    long = {"messages": [ASKED[0], {"role": "assistant", "content": "so again " * 40}]}
-    late = {"messages": [{"role": "user", "content": "why " * 200}, ASKED[1]]}
-    lines = write_lines(tmp_path / "a.jsonl", [long, late, {"messages": ASKED}])
+    long = {
+        "messages": [QUESTION_AND_ANSWER[0], {"role": "assistant", "content": "so again " * 40}]
+    }
+    late = {"messages": [{"role": "user", "content": "why " * 200}, QUESTION_AND_ANSWER[1]]}
+    lines = write_lines(tmp_path / "a.jsonl", [long, late, {"messages": QUESTION_AND_ANSWER}])
     stored = samples(tmp_path, lines, directory, tokenizer)
     every = [(stored, np.arange(3))]
     cut = PackedConversations("train", every, SequenceSettings(64, True, "truncate", 1))

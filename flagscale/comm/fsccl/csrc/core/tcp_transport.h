@@ -3,20 +3,22 @@
 //
 // Sends and receives complete in the background. Messages of one sender with one tag match receives
 // in order. A message that no receive matches yet is buffered if it is small or belongs to a
-// collective, whose receiver is about to post the receive. A large one waits at its sender until
-// the receiver has posted the receive.
+// collective, whose receiver is about to post the receive. Of another one larger than kEagerBytes,
+// only an announcement (a frame with size and tag) is sent until the receive is posted.
 //
-// Large messages are divided over several connections (TcpOptions::connections). The announcement
-// travels on the first one. A stripe that overtakes it is stalled.
+// A message larger than kStripeBytes is divided into stripes, one per connection
+// (TcpOptions::connections), after an announcement on the first one. A stripe that arrives before
+// its announcement stays unread.
 //
 // A connection that ends without a kBye frame means that the peer is lost: every request that needs
 // it fails with an error that names the peer. Data that a peer sent before it left is received all
 // the same.
 //
-// Two threads of the device serve the connections of all groups: one those that peers opened, on
-// which messages arrive, the other those opened here. A thread that queues a frame sends it, or
-// begins to, before it returns (flush_queued), unless another thread is sending on that connection
-// or the connection waits for room. The thread of the connection sends the rest.
+// Connections carry messages in one direction. Two threads of the device serve those of all groups:
+// one receives on connections that peers opened, the other sends on connections opened here. A
+// thread that queues a frame sends it, or begins to, before it returns (flush_queued), unless
+// another thread is sending on that connection or the connection waits for room. The thread of the
+// connection sends the rest.
 //
 // One lock guards everything except copies of bodies (request.h). Copying without the lock is safe
 // because:
@@ -29,9 +31,9 @@
 //   until no copy is in progress. The copies are calls of the kernel that never block, so those
 //   waits are short.
 // - Only copies release the lock: in flush_queued() and complete_message(), and in flush() and
-//   receive() of a connection. They come last in their callers, or the callers re-examine all state
-//   after them. All frames of a message are queued before, so announcements are sent in the order
-//   of their numbers.
+//   receive() of a connection. These calls come last in their callers, or the callers re-examine
+//   all state after them. All frames of a message are queued before the lock is released, so
+//   announcements are sent in the order of their numbers.
 #pragma once
 
 #include <sys/types.h>
@@ -157,7 +159,8 @@ class TcpTransport final : public Transport, private ConnectionOwner, private Ev
   std::unordered_map<int, ConnectionPtr> connections_;  // by descriptor
   std::vector<ConnectionPtr> flush_list_;               // connections for flush_queued()
   uint64_t next_order_ = 0;
-  // Questions in progress; the answer becomes their `peer`.
+  // Questions to other ranks, which rank they wait for, in progress; the answer becomes the
+  // request's `peer`.
   std::map<uint64_t, RequestPtr> questions_;
   std::unique_ptr<Error> failure_;
   std::unique_ptr<Error> error_;
