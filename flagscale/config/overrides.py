@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flagscale.config import schema
-from flagscale.config.arguments.spec.registry import lookup, registry
+from flagscale.config.arguments.spec.registry import canonical_name, lookup, registry
 from flagscale.config.arguments.spec.system_arguments import COMM as BACKEND_OPTIONS
 from flagscale.config.arguments.spec.values import did_you_mean
 from flagscale.config.documented import kinds
@@ -92,9 +92,7 @@ def argument_of(key: str) -> str:
     """Return the argument that a dotted key gives, under its canonical name if the value is the
     same."""
     name = key.rpartition(".")[2].replace("-", "_")
-    argument = lookup(name)
-    alias = argument[1] if argument else None
-    return alias.target if alias is not None and alias.rule == "same" else name
+    return canonical_name(name) or name
 
 
 def assigned_keys(overrides: Sequence[str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from flagscale.config.arguments.spec.registry import (
     BOUNDS,
     aliases,
     arguments,
+    canonical_name,
     closest_names,
     lookup,
     registry,
@@ -116,3 +117,20 @@ def test_closest_names_of_misspelled_argument() -> None:
     assert closest_names("--num-layres")[0] == "num_layers"
     assert closest_names("zzzzzz") == []
     assert why_unsupported("params_dtype") and not why_unsupported("num_layers")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        pytest.param("lr", "lr", id="argument"),
+        pytest.param("nothing_such", None, id="unknown"),
+        pytest.param("no_swiglu", None, id="opposite"),
+    ],
+)
+def test_canonical_name(name: str, expected: str | None) -> None:
+    assert canonical_name(name) == expected
+
+
+def test_canonical_names_of_aliases_keep_the_value() -> None:
+    for alias in aliases().values():
+        assert canonical_name(alias.name) == (alias.target if alias.rule == "same" else None)

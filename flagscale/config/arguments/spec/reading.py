@@ -16,7 +16,7 @@ from flagscale.config.arguments.compat.unsupported import why_unsupported, why_u
 from flagscale.config.arguments.spec.data_phases import DATA_PHASES, phase_words
 from flagscale.config.arguments.spec.parser import fold_alias, unknown_message, unwrap_single
 from flagscale.config.arguments.spec.paths import absolute_value
-from flagscale.config.arguments.spec.registry import lookup
+from flagscale.config.arguments.spec.registry import canonical_name, lookup
 from flagscale.config.arguments.spec.system_arguments import COMM, MESHES, STAGE_RECOMPUTE
 from flagscale.config.arguments.spec.train_arguments import GivenArgument, TrainArguments
 from flagscale.config.arguments.spec.values import convert, format_value, to_word, why_unfit
@@ -140,9 +140,7 @@ def _interpret(
     argument, alias = match
     if value is None:
         # A null of an alias with a meaning of its own takes nothing but this alias away.
-        target = None if alias is not None and alias.rule != "same" else argument.name
-        target = alias.target if alias is not None and alias.rule == "same" else target
-        return GivenArgument(key, name, None, argument=target, place=place), None
+        return GivenArgument(key, name, None, argument=canonical_name(name), place=place), None
     try:
         converted = unwrap_single(argument, value, convert(argument, value))
     except ValueError as error:

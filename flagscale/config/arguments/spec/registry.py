@@ -199,6 +199,20 @@ def lookup(name: str) -> tuple[Argument, Alias | None] | None:
     return _alias_argument(alias), alias
 
 
+def canonical_name(name: str) -> str | None:
+    """Return the argument that a name in snake case gives with an unchanged value.
+
+    None for unknown names and for aliases that mean another value, such as ``no_x``.
+    """
+    match = lookup(name)
+    if match is None:
+        return None
+    argument, alias = match
+    if alias is None:
+        return argument.name
+    return alias.target if alias.rule == "same" else None
+
+
 def closest_names(name: str) -> list[str]:
     """The names that look most like ``name``, best first; empty when nothing comes close."""
     return nearest_names(name.strip("-").replace("-", "_"), registry())
