@@ -15,7 +15,7 @@ from flagscale.errors import ConfigError
 _RESAMPLES = 1000
 _NAME = re.compile(r"avg|min|max|p(?:100|\d{1,2}(?:\.\d+)?)")
 _FEW = 100
-"""With fewer iterations a 99th percentile is little more than the slowest one."""
+"""Iterations below which a 99th percentile is little more than the slowest one."""
 # Two-sided 95 % quantiles of Student's t distribution for 1, 2, ... degrees of freedom.
 _T95 = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
@@ -59,7 +59,7 @@ class Ratio:
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-    """Return the geometric mean of ``above[i] / below[i]`` with Student's 95 % interval.
+    """Return the geometric mean of the pairs' ratios with Student's 95 % interval.
 
     Disturbances affect both members of a pair that was measured back to back. Therefore pairs
     are divided before they are averaged.

@@ -24,7 +24,7 @@ class BackendListing:
     name: str
     summary: str
     states: dict[DeviceType, str]
-    """By kind of device: ``yes``, ``-`` (not supported), or the reason why it is unavailable."""
+    """State by kind of device: ``yes``, ``-`` (not supported), or why it is unavailable."""
     version: str | None
     how_to_get: str
     environment: dict[str, str]

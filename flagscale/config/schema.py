@@ -97,7 +97,7 @@ class Task:
         ),
     )
     external: bool = False
-    """Whether ``entrypoint`` is a program other than this project's."""
+    """True if ``entrypoint`` is a program other than this project's."""
     packages: tuple[Path, ...] = ()
     """Directories with packages of an external program's checkout. Its `flagscale` and `megatron`
     are imported from there, not from this project."""

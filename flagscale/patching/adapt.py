@@ -22,7 +22,7 @@ from flagscale.patching.spec import BackendSpec
 _WORTH_PARSING = re.compile(rb"\bcuda\b|\bis_cuda\b|nccl|_cuda_rng_state|except (Import|ModuleNot)")
 """Files without any of these need no codemod; parsing takes most of the time."""
 _PARALLEL_FROM = 16
-"""With fewer files, starting processes costs more than it saves."""
+"""Number of files below which starting processes costs more than it saves."""
 
 
 def write_own_files(files: Path, tree: Path) -> list[str]:

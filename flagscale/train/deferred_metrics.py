@@ -48,7 +48,7 @@ class StepMetrics:
     stop: StopReason | None
     """Reason to end training, reported by any rank before it queued this step."""
     own_loss_finite: bool
-    """Whether this rank's part of the loss is finite. True for a rank without a loss."""
+    """True if this rank's part of the loss is finite, or if it has none."""
 
 
 class DeferredMetrics:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -86,12 +85,6 @@ class Browser:
     def press_key(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key)
-
-    def save_screenshot(self, path: Path) -> None:
-        """Save a screenshot of the window as PNG."""
-        path.write_bytes(
-            base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
-        )
 
     def call(self, method: str, **parameters: Any) -> Any:
         """Call a method of the protocol and return its result."""

@@ -75,7 +75,7 @@ def join_world(rank: int, ranks: int, port: int, clusters: str) -> None:
 def start_ranks(
     ranks: int, port: int, clusters: str, run_rank: Callable[[int, int], object]
 ) -> list[Child]:
-    """Fork ``ranks`` processes that join a world and call ``life`` with their rank and a
+    """Fork ``ranks`` processes that join a world and call ``run_rank`` with their rank and a
     descriptor to write to.
     """
 

@@ -15,7 +15,7 @@ from flagscale.bench.options import suggest_name
 from flagscale.errors import ConfigError
 
 Extent = Literal["whole", "part"]
-"""Whether a rank's buffer is the whole logical buffer or its n-th part."""
+"""A rank's buffer is the whole logical buffer or its n-th part."""
 
 REDUCTIONS = ("sum", "prod", "min", "max", "avg")
 
@@ -47,7 +47,7 @@ class Operation:
 
     @property
     def parts(self) -> bool:
-        """Whether the buffer is divided into one part per rank."""
+        """True if the buffer is divided into one part per rank."""
         return "part" in (self.input, self.output) or self.name.startswith("all_to_all")
 
 

@@ -151,7 +151,7 @@ class Exchange:
 
     @property
     def packed(self) -> bool:
-        """Whether the pieces are contiguous and in the order of the ranks."""
+        """True if the pieces are contiguous and in the order of the ranks."""
         return all(displs == _contiguous_displacements(counts) for counts, displs in self._sides)
 
 

@@ -144,7 +144,7 @@ class Session:
 
 @dataclass(frozen=True)
 class RankReport:
-    """RankReport of one rank on one size and backend."""
+    """Results of one rank for one size on one backend."""
 
     member: bool
     group: tuple[int, ...]

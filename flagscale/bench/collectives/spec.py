@@ -148,7 +148,7 @@ class BenchSpec:
     roots: tuple[int, ...] = (0,)
     """-1 stands for every rank in turn."""
     places: tuple[Literal["out", "in"], ...] | None = None
-    """None: out of place if torch supports it, else in place."""
+    """Out of place, in place, or both; None means out of place if torch supports it."""
     iterations: Iterations = Iterations()
     buffers: Buffers = Buffers()
     check: Check = Check()

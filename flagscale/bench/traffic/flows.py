@@ -31,7 +31,7 @@ _REPORT_SECONDS = 0.5
 _LARGEST_DELAY = 2.0
 """Seconds of delayed bursts that are made up for. More would arrive as one long burst."""
 _SILENCE_SECONDS = 5.0
-"""Without a tally for so long the target of datagrams is considered lost."""
+"""Seconds without a tally after which the target of datagrams is considered lost."""
 _BATCH = 8
 
 

@@ -71,7 +71,7 @@ however it ends, and at its time.
 
 @dataclass(frozen=True)
 class TrafficPlan:
-    """TrafficPlan of a command line."""
+    """Parsed command line."""
 
     environment: Environment
     measure_rate: bool

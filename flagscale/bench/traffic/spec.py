@@ -135,14 +135,10 @@ class Environment:
 
     @property
     def reached(self) -> bool:
-        """Whether the result is the target, within the tolerance."""
+        """True if the result is the target, within the tolerance."""
         if self.target is None or self.found is None:
             return False
         return abs(self.found.ratio - self.target) <= self.tolerance
-
-    def with_burst(self, burst: float) -> Environment:
-        """Return the same environment with other bursts and no result."""
-        return replace(self, pattern=replace(self.pattern, burst=burst), found=None)
 
     def on_network(self, addresses: Mapping[str, str]) -> Environment:
         """Return the same flows over another network, by host name; the probe stays where it is.

@@ -41,7 +41,7 @@ class Steering:
 
     @property
     def stuck(self) -> bool:
-        """Whether bursts have been at their limit for three windows without reaching the target."""
+        """True if bursts were at their limit for three windows without reaching the target."""
         return self._at_limit >= _STUCK
 
     def record_window(

@@ -26,7 +26,7 @@ class Arm:
     """Value of ``distributed_backend`` in a YAML."""
     environment: Variables = ()
     exact: bool = True
-    """Whether its sums equal those of every other exact arm, except for rounding."""
+    """True if its sums equal those of every other exact arm, except for rounding."""
 
     @property
     def description(self) -> str:

@@ -32,7 +32,7 @@ class LossAgreement:
 
     @property
     def holds(self) -> bool:
-        """Whether two exact arms may differ by this much."""
+        """True if two exact arms may differ by this much."""
         return self.early <= EARLY_TOLERANCE and self.late <= max(LATE_TOLERANCE, self.noise)
 
 

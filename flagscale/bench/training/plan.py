@@ -60,7 +60,7 @@ class SessionPlan:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """ExperimentTrainer of all arms."""
+        """The blocks of steps of all arms, in the order in which they run."""
         t = self.training
         return schedule_blocks(
             len(self.arms), steps=t.steps, block=t.block, warmup=t.warmup, seed=t.seed

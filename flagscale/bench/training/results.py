@@ -80,7 +80,7 @@ class ArmResult:
     buckets: tuple[int, ...]
     """Size of each gradient bucket in bytes."""
     replicas_equal: bool | None
-    """Whether all ranks ended with the same bits; None if not checked."""
+    """True if all ranks ended with the same bits; None if not checked."""
     sent: tuple[tuple[int, ...], ...] = ()
     """Bytes from rank to rank in the steps of counted rounds; empty if not counted."""
     datagrams: tuple[tuple[int, ...], ...] = ()

@@ -21,7 +21,7 @@ from flagscale.bench.training.losses import (
 from flagscale.bench.training.results import NONE, ArmResult, SessionResult, TailRatio
 
 FEW = 300
-"""With fewer steps a 99th percentile is little more than the slowest step."""
+"""Steps below which a 99th percentile is little more than the slowest step."""
 _SAME = 0.05
 """Arms whose byte matrices differ by less are not proved different."""
 

@@ -22,7 +22,6 @@ VARIABLE = "FSCCL_NVLINK"
 SLOT_VARIABLE = "FSCCL_NVLINK_SLOT_BYTES"
 BLOCKS_VARIABLE = "FSCCL_NVLINK_BLOCKS"
 _CAPABILITY = (8, 0)  # bfloat16 in registers
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 
 DTYPES: dict[torch.dtype, str] = {
     torch.uint8: "uint8",

@@ -37,7 +37,8 @@ def run_on_host(
     on_stdout: OutputCallback | None = None,
     on_stderr: OutputCallback | None = None,
 ) -> CommandResult:
-    """Run a task on a host and wait for its end. Closeable the connection closes its stdout.
+    """Run a task on a host and wait for its end. Closing the connection closes the task's
+    stdout.
 
     Raises:
         HostError: the host cannot be reached, or was lost.

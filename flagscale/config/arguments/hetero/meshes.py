@@ -127,7 +127,7 @@ class Meshes:
 
     @property
     def open(self) -> bool:
-        """Whether the sizes of some mesh are still to be chosen."""
+        """True if the sizes of some mesh are still to be chosen."""
         return any(mesh.open for mesh in self.meshes)
 
     @property

@@ -120,7 +120,7 @@ def _precision_of(values: Values) -> str:
 
 
 def _schedule_of(values: Values) -> dict[str, Any]:
-    """The schedule of the arguments, by the names of :data:`SCHEDULE`."""
+    """The schedule of the arguments, by the names of :data:`SCHEDULE_TERMS`."""
     start, end = weight_decays(values)
     return {
         **schedule_lengths(values),

@@ -91,7 +91,7 @@ class JobMonitor:
         self._final: JobStatus | None = None
 
     def invalidate(self) -> None:
-        """Query Slurm again at the next call of :meth:`standing`."""
+        """Query Slurm again at the next call of :meth:`status`."""
         self._queried_at, self._pause = float("-inf"), _FIRST_SECONDS / 2
 
     def status(self, state: RunState) -> JobStatus:

@@ -30,7 +30,7 @@ class LlamaLike:
     qkv_bias: bool = False
     qk_norm: bool = False
     biases: bool = False
-    """Whether config.json may ask for biases of all projections."""
+    """True if config.json may ask for biases of all projections."""
     experts: Literal["", "mixtral", "qwen3"] = ""
     windows: Literal["", "all", "switched"] = ""
     """Sliding windows: of every layer where ``sliding_window`` is set, or only if it is also

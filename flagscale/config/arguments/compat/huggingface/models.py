@@ -95,8 +95,10 @@ _FREE = ("vocab_size",)
 
 
 def effective(values: Values) -> dict[str, Any]:
-    """Those of :data:`FUNCTION`, with what follows from others, or has no effect, written out; and
-    :data:`FURTHER`."""
+    """Return the arguments of :data:`MODEL_FUNCTION` and ``mtp_num_layers`` in comparable form.
+
+    Values that follow from others are filled in; values without effect are the defaults.
+    """
     defaults = {name: a.default for name, a in arguments().items() if name in MODEL_FUNCTION}
     out = {**defaults, **{name: values[name] for name in MODEL_FUNCTION if name in values}}
     complete = {"multiple_of": None, "hidden_dim_multiplier": None, **values, **out}
